@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.documents import AtLeastOne, Count, Number, check_document
-from opal_deploy.artifact.metadata import with_current_names
-from opal_deploy.artifact.outputs import DoubleArray
 from opal_deploy.errors import ArtifactError
 from opal_deploy.statistics import clopper_pearson_bound
 
@@ -63,13 +61,13 @@ class Observations:
     """
 
     class_ids: NDArray[np.int64]
-    cosine: DoubleArray
-    margin: DoubleArray
-    norm: DoubleArray
-    shared_cells: DoubleArray
-    ood_score: DoubleArray
-    scores: DoubleArray
-    contributions: DoubleArray
+    cosine: NDArray[np.float64]
+    margin: NDArray[np.float64]
+    norm: NDArray[np.float64]
+    shared_cells: NDArray[np.float64]
+    ood_score: NDArray[np.float64]
+    scores: NDArray[np.float64]
+    contributions: NDArray[np.float64]
     places: NDArray[np.int64]
 
     def __len__(self) -> int:
@@ -93,7 +91,7 @@ def find_places(cells: NDArray[np.int64], grid: tuple[int, int]) -> NDArray[np.i
     return places
 
 
-def share_cells(cells: NDArray[np.int64], kept: NDArray[np.bool_]) -> DoubleArray:
+def share_cells(cells: NDArray[np.int64], kept: NDArray[np.bool_]) -> NDArray[np.float64]:
     """Return the share of slots that share their cell with another: float64 [N].
 
     Args:
@@ -103,7 +101,7 @@ def share_cells(cells: NDArray[np.int64], kept: NDArray[np.bool_]) -> DoubleArra
     # dropped slots get cells of their own
     numbered = np.where(kept, cells, -1 - np.arange(cells.shape[1]))
     same = (numbered[:, :, None] == numbered[:, None, :]).sum(axis=2) > 1
-    shares: DoubleArray = same.sum(axis=1) / kept.sum(axis=1)
+    shares: NDArray[np.float64] = same.sum(axis=1) / kept.sum(axis=1)
     return shares
 
 
@@ -267,13 +265,11 @@ class Baseline:
         """
         if not raw:
             return None
-        document = with_current_names(raw)
+        document = dict(raw)
         try:
             columns = check_document(document.get("slots"), _Columns, "baseline.slots")
             rows = zip(columns.channel, *(getattr(columns, name) for name in _SLOT_FIELDS), strict=True)
             document["slots"] = {channel: dict(zip(_SLOT_FIELDS, values, strict=True)) for channel, *values in rows}
-            if isinstance(quantiles := document.get("quantiles"), dict):
-                document["quantiles"] = with_current_names(quantiles)
             return check_document(document, Baseline, "baseline")
         except ArtifactError as error:
             raise ArtifactError(f"{error}; measure it again with `opal-deploy evaluate --record`") from None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -47,8 +47,6 @@ TOP_OUTPUTS = ("top_classes", "top_logits", "top_scores", "top_cells", "score_no
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
-# names that version 0.1.0 wrote, and what they are now; files keep the names that they were written with
-_FORMER_NAMES = {"strangeness": "ood_score", "max_strangeness": "unknown"}
 
 DISTANCES: tuple[str, ...] = get_args(Distance)
 # these bound what is allocated before the graph is opened and compared
@@ -234,16 +232,10 @@ class Metadata:
         """The largest number of classes that a record can list: C, or fewer where the graph lists only the best."""
         return self.num_classes if self.top_k is None else self.top_k
 
-    def find_outputs(self, names: Collection[str]) -> dict[str, str]:
-        """Return which of these outputs the graph has, with their names in the graph."""
-        here = with_current_names({name: name for name in self.outputs})
-        return {name: here[name] for name in names if name in here}
-
     @property
     def int8_activations(self) -> Activations | None:
         """The type of an int8 graph's activations; None in other precisions."""
-        # version 0.1.0 has int8 only, and does not say so
-        return self.exporter.get("activations", "int8") if self.precision == "int8" else None
+        return self.exporter["activations"] if self.precision == "int8" else None
 
     @property
     def is_for_openvino(self) -> bool:
@@ -256,8 +248,8 @@ class Metadata:
         return "cpu,openvino" if self.precision == "bf16" else "cpu"
 
     def has_output(self, name: str) -> bool:
-        """Return whether the graph has an output, whatever version named it."""
-        return bool(self.find_outputs([name]))
+        """Return whether the graph has an output."""
+        return name in self.outputs
 
     @property
     def checkpoint_name(self) -> str:
@@ -403,11 +395,6 @@ class Metadata:
             )
         if self.dropped and self.class_map.silenced.any():
             raise ArtifactError("a class has no slot left")
-
-
-def with_current_names(document: Mapping[str, T]) -> dict[str, T]:
-    """Return a document, or arrays by name, with this version's names of outputs, record fields and thresholds."""
-    return {_FORMER_NAMES.get(name, name): value for name, value in document.items()}
 
 
 def check_all_outputs(metadata: Metadata, model: str, use: str) -> None:

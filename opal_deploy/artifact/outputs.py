@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.class_map import ClassMap
-from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata, with_current_names
+from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata
 from opal_deploy.artifact.opal_head import embedding_norms
 from opal_deploy.errors import ArtifactError
 
@@ -95,7 +95,6 @@ class Outputs:
     @staticmethod
     def from_arrays(arrays: Mapping[str, NDArray[Any]]) -> Outputs:
         """Return the outputs of a graph from its arrays by name (docs/contract.md)."""
-        arrays = with_current_names(arrays)
         values: dict[str, Any] = {name: arrays[name] for name in OUTPUT_SPECS if name in arrays}
         if TOP_OUTPUTS[0] in arrays:
             values["top"] = top = TopOutputs(*(arrays[name] for name in TOP_OUTPUTS))
@@ -178,10 +177,10 @@ def tensor_specs(metadata: Metadata) -> dict[str, TensorSpec]:
     if metadata.input_kind == "float32":
         specs[INPUT] = (3, height, width), np.dtype(np.float32)
     known = {**OUTPUT_SPECS, **TOP_SPECS}
-    for current, name in with_current_names({name: name for name in metadata.outputs}).items():
-        if current not in known:
+    for name in metadata.outputs:
+        if name not in known:
             raise ArtifactError(f"its metadata promises an unknown output, {name!r}")
-        specs[name] = known[current].shape(metadata), np.dtype(known[current].dtype)
+        specs[name] = known[name].shape(metadata), np.dtype(known[name].dtype)
     return specs
 
 

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from opal_deploy.artifact.arrays import pack_array, unpack_array
-from opal_deploy.artifact.metadata import with_current_names
 from opal_deploy.artifact.outputs import OUTPUT_SPECS, FloatArray, Outputs
 from opal_deploy.errors import ArtifactError
 
@@ -81,7 +80,6 @@ def unpack(document: dict[str, Any], origin: str) -> Reference:
     if not document.get("images"):
         raise ArtifactError(f"{origin}: it has no test vectors; export it again")
     try:
-        document = with_current_names(document)
         images = np.stack([_decode_png(text) for text in document["images"]])
         arrays: dict[str, Any] = {
             name: unpack_array(document[name]) for name in (*_STORED, _MARGIN) if name in document

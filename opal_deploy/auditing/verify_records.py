@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from opal_deploy.artifact.metadata import with_current_names
 from opal_deploy.auditing.images import RecordSources, locate
 from opal_deploy.auditing.record_diff import FieldDifference, IsTied, Tolerance, diff_records
 from opal_deploy.auditing.results import Results
@@ -21,7 +20,7 @@ from opal_deploy.predict.types import InferenceOptions, Result
 from opal_deploy.records.lines import to_document
 from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Answered, Failed, Record
-from opal_deploy.records.run_files import former_overlay_name, overlay_name
+from opal_deploy.records.run_files import overlay_name
 from opal_deploy.records.signatures import PublicKeys
 from opal_deploy.remote import is_url
 from opal_deploy.runtime.session import Session
@@ -276,9 +275,7 @@ def _compare(line: _Recorded, result: Result, session: Session, check: CheckOpti
     if recorded.image_sha256 != computed.image_sha256:
         digest = FieldDifference("image_sha256", recorded.image_sha256, computed.image_sha256)
         return replace(finding, why="the image differs from the one that was explained", differences=(digest,))
-    written, document, tolerance = (
-        with_current_names(line.document), to_document(computed), Tolerance.for_model(session.metadata)
-    )  # fmt: skip
+    written, document, tolerance = line.document, to_document(computed), Tolerance.for_model(session.metadata)
     differences = diff_records(written, document, tolerance, _build_tie_test(result, session, tolerance))
     differences += _compare_not_computed(line.number, recorded, check, report)
     report.identical += not differences and _is_identical(written, document)
@@ -291,7 +288,7 @@ def _compare_not_computed(
     """Return differences in the fields that no model computes."""
     differences = []
     overlay, name = recorded.overlay if isinstance(recorded, Answered) else None, recorded.image
-    if overlay not in (None, overlay_name(number - 1, name), former_overlay_name(number - 1, name)):
+    if overlay not in (None, overlay_name(number - 1, name)):
         differences.append(FieldDifference("overlay", overlay, overlay_name(number - 1, name)))
     if check.labels is None or name is None:
         report.labels_unchecked += recorded.label is not None

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import onnx
 
-from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata, Precision, with_current_names
+from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata, Precision
 from opal_deploy.artifact.outputs import PER_IMAGE
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import UsageError
@@ -202,9 +202,7 @@ def with_image_input(candidate: ExportCandidate) -> ExportCandidate:
 def drop_other_outputs(candidate: ExportCandidate) -> ExportCandidate:
     """Return a candidate of `with_top_classes` with its best classes and its outputs of one number per image only."""
     model = copy.deepcopy(candidate.model)
-    # a file of an earlier version keeps the names that it has
-    current = with_current_names({name: name for name in candidate.metadata.outputs})
-    names = tuple(name for now, name in current.items() if now in (*TOP_OUTPUTS, *PER_IMAGE))
+    names = tuple(name for name in candidate.metadata.outputs if name in (*TOP_OUTPUTS, *PER_IMAGE))
     values = {value.name: value for value in model.graph.output}
     del model.graph.output[:]
     model.graph.output.extend(values[name] for name in names)

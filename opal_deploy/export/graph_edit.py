@@ -117,8 +117,6 @@ def with_class_map(model: onnx.ModelProto, metadata: Metadata) -> onnx.ModelProt
     values = {ANCHORS: head_constant(class_map, metadata.distance), KEPT: class_map.kept_prototypes[:, None]}
     for name, value in values.items():
         if name in constants:
-            # version 0.1.0 has them without the last axis
-            value = value.reshape(constants[name].dims)
             constants[name].CopyFrom(numpy_helper.from_array(value.astype(np.float32), name))
         else:
             changed.graph.initializer.append(numpy_helper.from_array(value.astype(np.float32), name))

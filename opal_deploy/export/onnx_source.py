@@ -160,13 +160,10 @@ def _margin_finder(model: onnx.ModelProto, session: OnnxSession) -> Callable[[Pi
 
 
 def _find_attention(graph: onnx.GraphProto) -> str:
-    """Return the name of the attention [N, K, H * W] that a graph's output `argmax` is found in.
-
-    Some files of earlier versions compare it with its maximum (Equal) instead of using ArgMax.
-    """
+    """Return the name of the attention [N, K, H * W] that a graph's output `argmax` is found in."""
     made_by = producers(graph)
     node = made_by["argmax"]
-    while node.op_type not in ("ArgMax", "Equal"):
+    while node.op_type != "ArgMax":
         node = made_by[node.input[0]]
     return str(node.input[0])
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
 
 from opal_deploy.artifact.files import is_finite_number, model_kind
-from opal_deploy.artifact.metadata import Metadata, with_current_names
+from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import UsageError
 from opal_deploy.logs import Log, log_line
 from opal_deploy.options import Option, Options, flag_of, parse_number, parse_rate
@@ -233,7 +233,7 @@ class Decision(Options):
     @staticmethod
     def read(document: Mapping[str, Any]) -> Decision:
         """Return the numbers in a document that `limits` wrote, such as run.json; anything else is no threshold."""
-        limits = {name: value for name, value in with_current_names(document).items() if name in THRESHOLDS}
+        limits = {name: value for name, value in document.items() if name in THRESHOLDS}
         return Decision(**{name: float(value) for name, value in limits.items() if is_finite_number(value)})
 
     def resolve(self, path: Path, metadata: Metadata, log: Log = log_line) -> Decision:

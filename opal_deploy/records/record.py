@@ -15,7 +15,6 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from opal_deploy.artifact.documents import LARGEST, Number
-from opal_deploy.artifact.metadata import with_current_names
 
 RECORD_SCHEMA = 1
 
@@ -225,7 +224,6 @@ def to_record(document: Any) -> Record:
         return document
     if not isinstance(document, Mapping):
         raise ValueError(f"{type(document).__name__} found, expected an object")
-    document = with_current_names(document)
     try:
         if document.get("status") == "error":
             return msgspec.convert(document, Failed)

@@ -30,11 +30,6 @@ def sheet_name(index: int, image: str | None) -> str:
     return _name(SHEETS, index, image)
 
 
-def former_overlay_name(index: int, image: str | None) -> str:
-    """Return the overlay's path in runs up to version 0.1.0, which kept the image's own suffix."""
-    return _name(OVERLAYS, index, image and Path(image).name + ".")
-
-
 def _name(kind: str, index: int, image: str | None) -> str:
     # a frame of a video is named after the video's suffix
     stem = re.sub(r"\.[A-Za-z0-9]{1,5}$", "", Path(image).name) if image else ""

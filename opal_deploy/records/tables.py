@@ -19,7 +19,6 @@ from msgspec import UNSET, inspect
 from msgspec.structs import asdict
 
 from opal_deploy.artifact.files import atomic_write
-from opal_deploy.artifact.metadata import with_current_names
 from opal_deploy.errors import StoppedEarly, UsageError, first_line, require
 from opal_deploy.records.lines import csv_writer
 from opal_deploy.records.record import RECORD_SCHEMA, Answer, Answered, Failed, Record, Slot, to_record
@@ -233,7 +232,7 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
 
     with parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(_GROUP_ROWS):
-            yield from map(with_current_names, batch.to_pylist())
+            yield from batch.to_pylist()
 
 
 def _read_csv(path: Path) -> Iterator[dict[str, Any]]:
@@ -242,7 +241,7 @@ def _read_csv(path: Path) -> Iterator[dict[str, Any]]:
     types |= dict.fromkeys(LISTS, json.loads)
     with path.open(encoding="utf-8", newline="") as stream:
         for row in csv.DictReader(stream):
-            yield {name: types.get(name, str)(text) if text else None for name, text in with_current_names(row).items()}
+            yield {name: types.get(name, str)(text) if text else None for name, text in row.items()}
 
 
 def _row_to_document(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from typing import Any, Literal, cast
 
 from opal_deploy._version import __version__
 from opal_deploy.artifact.files import lock_directory, read_json, remove_temporary_files, write_json
-from opal_deploy.artifact.metadata import with_current_names
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.options import flag_of
 from opal_deploy.records.run_files import OVERLAYS, REPORT, RESULTS, RUN, SHARDS, SHEETS, SUMMARY, remove_image_files
@@ -178,7 +177,7 @@ def inspect_run_dir(root: Path, config: RunConfig) -> RunDirectory:
         )
     if document is None or not isinstance(document.get("run"), dict):
         raise UsageError(f"{root}/{RUN}: damaged, so nothing can be continued there; {_HINT}")
-    if different := _differences(with_current_names(document["run"]), config):
+    if different := _differences(document["run"], config):
         raise UsageError(f"{root}: it holds another run: {'; '.join(different)}; {_HINT}")
     summary = _read(root / SUMMARY) or {}
     # a summary of other results, or of results that are gone, says nothing

@@ -25,7 +25,7 @@ from typing import Any, cast
 import numpy as np
 
 from opal_deploy.artifact.heads import find_totals, to_distances
-from opal_deploy.artifact.metadata import Metadata, with_current_names
+from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import PER_IMAGE, FloatArray, Outputs, tolerances
 from opal_deploy.statistics import share_bounds
 
@@ -65,7 +65,7 @@ class Gate:
         if not (recorded := metadata.verification.get("gate")):
             return GATES[metadata.precision]
         # limits that a file lacks are those of fp32
-        limits = GATES["fp32"].to_dict() | with_current_names(recorded)
+        limits = GATES["fp32"].to_dict() | recorded
         names = [each.name for each in fields(Gate) if each.name != "others"]
         return Gate(**{name: limits[name] for name in names}, others={name: limits[name] for name in PER_IMAGE})
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.artifact.metadata import Metadata, with_current_names
+from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import INPUT, Outputs, tensor_specs
 from opal_deploy.errors import ArtifactError, OpalError, StoppedEarly, UsageError
 from opal_deploy.predict.decoder_pool import DecoderPool
@@ -190,7 +190,6 @@ def _parse_options(parameters: Mapping[str, str], batch: int) -> InferenceOption
         except ValueError:
             raise UsageError(f"config.pbtxt: parameter {name} is {text!r}; expected {expected}") from None
 
-    parameters = with_current_names(parameters)
     return InferenceOptions(
         batch=batch,
         top=parse("top", _positive, "a positive number of classes"),

@@ -255,7 +255,7 @@ class Site:
             "model_sha256": digest,
             "gate": Gate.of_model(metadata).to_dict(),
             "temperature": metadata.temperature,
-            "per_image": metadata.find_outputs(PER_IMAGE),
+            "per_image": [name for name in PER_IMAGE if metadata.has_output(name)],
             "recorded_outputs": RECORDED_OUTPUTS,
             "most_listed": MOST_LISTED,
             "decision": self.decision.resolve(path, metadata).to_rules(),

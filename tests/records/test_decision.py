@@ -73,8 +73,8 @@ def test_the_first_threshold_that_holds_decides(exact_model):
         assert (found, bool(reason)) == (status, status == "unknown")
 
 
-def test_a_document_gives_the_numbers_back_and_those_of_version_0_1_0():
+def test_a_document_gives_the_numbers_back_():
     decision = Decision(min_margin=0.1, unknown=0.7)
     assert Decision.read(decision.limits) == decision
-    assert Decision.read({"max_strangeness": 0.5, "min_margin": "often", "top": 3}) == Decision(unknown=0.5)
+    assert Decision.read({"unknown": 0.5, "min_margin": "often", "top": 3}) == Decision(unknown=0.5)
     assert set(Decision().limits) == set(THRESHOLDS)

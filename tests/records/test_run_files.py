@@ -6,7 +6,6 @@ from opal_deploy.errors import StoppedEarly
 from opal_deploy.records.run_files import (
     OVERLAYS,
     SHEETS,
-    former_overlay_name,
     overlay_name,
     remove_image_files,
     sheet_name,
@@ -32,8 +31,6 @@ from opal_deploy.records.run_files import (
 )
 def test_names_are_safe_and_unique(index, image, name):
     assert overlay_name(index, image) == name
-    # what version 0.1.0 wrote can be checked
-    assert former_overlay_name(7, "a/b.jpg") == "overlays/000007-b.jpg.jpg"
     assert sheet_name(index, image) == name.replace("overlays", "sheets").removesuffix(".jpg") + ".png"
 
 

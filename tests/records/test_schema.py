@@ -61,10 +61,6 @@ def test_a_record_is_read_as_it_is_written():
         assert list(to_document(record).items()) == list(document.items())
 
 
-def test_the_key_of_an_earlier_version_is_read():
-    assert to_record({**OK, "strangeness": 0.5}).ood_score == 0.5
-
-
 def test_a_line_with_a_key_twice_or_with_nan_is_not_json():
     line = json.dumps(OK).encode() + b"\n"
     assert parse_json(line) == OK

@@ -1,12 +1,12 @@
-const GLOSSARY = {"cell":"One square of the grid into which the network divides an image, such as 7 x 7 squares. The network measures its features once per cell.","box":"The rectangle of the image that a cell covers. It shows where a score was read; the network also sees pixels around it.","prototype":"A fixed direction in the space of the network's features that stands for one part of one class. Training does not move prototypes: the network learns to match them.","slot":"The place of one prototype in its class: with five prototypes per class, every class has the slots 0 to 4. For each image, a slot looks for its part and takes the one cell that matches best.","score":"How strongly a slot responds at its best cell, usually from 0 (not at all) to 1. In every cell the slots of all classes compete, so a high score means that few others responded there.","cosine":"How well the image as a whole matches a class: 1 is a perfect match, 0 none. The class with the largest cosine is the prediction; the cosine is not a probability.","contribution":"The part of a class's cosine that comes from one slot. The contributions of a class's slots add up to its cosine, unless the model uses another distance than the default.","margin":"By how much the predicted class's cosine exceeds that of the runner-up. A small margin means a close call.","strangeness":"How unlike the training images an image is: 0 for equal features, about 1 for unrelated ones. A strange image may be of none of the classes.","evidence":"What the prediction is computed from: the slots of the predicted class, each with its cell, box, score and contribution. It comes from the same computation as the prediction and is not added afterwards.","atlas":"A page with the training images' patches at which each slot responded most strongly. It shows what a slot stands for."}, SLOT_COLORS = 10;
+const GLOSSARY = {"cell":"One square of the grid into which the network divides an image, such as 7 x 7 squares. The network measures its features once per cell.","box":"The rectangle of the image that a cell covers. It shows where a score was read. The network also sees pixels around it, a transformer the whole image.","prototype":"A fixed direction in the network's feature space that stands for one part of one class. The network learns to match it.","slot":"The place of one prototype in its class. With five prototypes per class, every class has the slots 0 to 4. In each image, a slot takes the one cell that matches its prototype best.","score":"How strongly a slot responds at its best cell, usually from 0 (not at all) to 1. In every cell the slots of all classes compete, so a high score means that few others responded there.","cosine":"How well the whole image matches a class: 1 is a perfect match, 0 none. The class with the largest cosine is the prediction. The cosine is not a probability.","contribution":"The part of a class's cosine that comes from one slot. With the default distance, the contributions of a class's slots add up to its cosine.","margin":"The predicted class's cosine minus that of the runner-up. Below 0.1 the answer is a close call.","close call":"An answer whose margin is below 0.1. It would hold without its strongest slot if the margin exceeds that slot's contribution. This is said separately.","norm of the scores":"The length of the vector of all slots' scores: how strongly the whole model responds to an image. It falls where no slot finds its part, as in blurred or foreign images.","ood score":"How unlike the training images an image is. Identical features score 0, unrelated ones about 1. An image with a high score may be out of distribution (OOD).","evidence":"What the prediction is computed from: the slots of the predicted class, each with its cell, box, score and contribution. It comes from the same computation as the prediction.","atlas":"A page with the training images' patches at which each slot responded most strongly. It shows what a slot stands for."}, SLOT_COLORS = 10, WORDS = {"weak":0.1,"weakPart":0.5,"close":0.1,"mostly":0.6666666666666666,"named":3};
 "use strict";
-// Draws the evidence of an answer on every page: boxes on the picture, bars, and the table of slots; and takes pictures on
-// the pages that answer. Texts become text nodes only: nothing here parses markup.
+// Shows an answer's record on every page: its headline and sentences, boxes on the picture, bars, and the table of
+// slots; and takes pictures on the pages that answer. Texts become text nodes only: nothing here parses markup.
 const evidence = (() => {
   const NUMERIC = { class: "n" };
 
   function el(tag, attributes, ...children) {
-    const svg = ["svg", "rect"].includes(tag);
+    const svg = ["svg", "g", "rect", "text", "path"].includes(tag);
     const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
     for (const [name, value] of Object.entries(attributes || {})) node.setAttribute(name, value);
     node.append(...children.filter((child) => child !== null));
@@ -35,69 +35,134 @@ const evidence = (() => {
 
   /** The contributions side by side, which add up to the cosine; null where they do not. */
   function sumBar(slots) {
-    if (!slots.length || slots.some(({ value }) => value === null || value < 0)) return null;
+    if (!slots.length || slots.some(({ contribution }) => contribution === null || contribution < 0)) return null;
     let start = 0;
-    return bar("sum", slots.map(({ slot, value }) => {
-      start += 100 * value;
-      return [start - 100 * value, 100 * value, slot];
+    return bar("sum", slots.map(({ slot, contribution }) => {
+      start += 100 * contribution;
+      return [start - 100 * contribution, 100 * contribution, slot];
     }));
   }
 
-  function table(name, head, body) {
+  function table(name, head, body, note = "") {
     const cells = head.map(([text, attributes]) => el("th", { scope: "col", ...attributes }, explained(text)));
-    return el("table", { class: name }, el("thead", null, el("tr", null, ...cells)), el("tbody", null, ...body));
-  }
-
-  /**
-   * The table of slots: {slot, row, column, value, score, start, stop, name}, with the bar's ends in percent.
-   * `meaning` says what a value is; without `scores` it is the score itself. `decorate(slot, row)` may change a row.
-   */
-  function slotTable(slots, meaning, scores, decorate) {
-    const body = slots.map((slot) => {
-      const row = el("tr", null, el("td", null, tag(slot.slot), ...(slot.name ? [" ", bdi(slot.name)] : [])),
-        el("td", { class: "wide" }, bar("bar", [[slot.start, slot.stop - slot.start, slot.slot]])),
-        el("td", NUMERIC, number(slot.value)), scores ? el("td", NUMERIC, number(slot.score)) : null,
-        el("td", NUMERIC, `${slot.row}, ${slot.column}`));
-      decorate?.(slot, row);
-      return row;
-    });
-    const head = [["slot"], [meaning, { colspan: 2 }], ...(scores ? [["score", NUMERIC]] : []), ["cell", NUMERIC]];
-    return table("slots", head, body);
+    const caption = note ? el("caption", null, note) : null;
+    return el("table", { class: name }, caption, el("thead", null, el("tr", null, ...cells)), el("tbody", null, ...body));
   }
 
   const COSINE = "contribution to the cosine", DISTANCE = "share of the distance (smaller is closer)", SCORE = "score";
+  const LOGIT = "contribution to the logit";
 
   /** What the bars of a record's evidence show, as build_bars of overlay.py finds it. */
-  function findMeaning({ evidence: slots, prediction }) {
+  function findMeaning({ evidence: slots, prediction, meaning, rest }) {
+    if (meaning) return meaning;
+    if (rest !== undefined && rest !== null) return LOGIT;
     if (slots.some((slot) => slot.contribution === null)) return SCORE;
     const sum = slots.reduce((total, slot) => total + slot.contribution, 0);
     return prediction.cosine !== null && Math.abs(sum - prediction.cosine) <= 1e-9 ? COSINE : DISTANCE;
   }
 
-  /** The table of a record's slots. Bars of contributions are full at 1/m, those of scores at 1, or at `least`. */
-  function evidenceTable(record, decorate, least = 0) {
-    const slots = record.evidence, meaning = findMeaning(record);
-    const values = slots.map((slot) => meaning === SCORE ? slot.score : slot.contribution);
-    const full = { [COSINE]: 1 / slots.length, [DISTANCE]: 0, [SCORE]: 1 }[meaning];
-    const high = Math.max(full, least, ...values, 1e-9), low = Math.min(0, ...values), scale = 100 / (high - low);
-    const rows = slots.map((slot, i) => ({
-      ...slot, row: slot.cell[0], column: slot.cell[1], value: values[i],
-      start: (Math.min(0, values[i]) - low) * scale, stop: (Math.max(0, values[i]) - low) * scale,
-    }));
-    return slotTable(rows, meaning, meaning !== SCORE, decorate);
+  // ---- the record in words, as sentences.py
+
+  const percent = (share) => `${(100 * share).toFixed(0)}%`;
+  const join = (parts) => [...(parts.length > 1 ? [parts.slice(0, -1).join(", ")] : []), parts.at(-1)].join(" and ");
+  const sum = (slots) => slots.reduce((total, slot) => total + slot.contribution, 0);
+
+  /** A record's slots, strongest first, if their contributions add up to the cosine. */
+  function rankSlots(record) {
+    if (!record.evidence?.length || findMeaning(record) !== COSINE || !(sum(record.evidence) > 0)) return [];
+    return [...record.evidence].sort((a, b) => b.contribution - a.contribution || a.slot - b.slot);
   }
 
-  /** A record's figures: the contributions side by side, cosine, margin, probability and the runner-up. */
-  function summary({ prediction, margin, top, evidence: slots }) {
+  /** Nodes of the largest words: the class; of a refused answer that, with the class below. */
+  function headline({ status, prediction }) {
+    const refused = { unknown: "Unknown", abstained: "Not sure" }[status];
+    return refused ? [refused, el("small", null, "closest class: ", bdi(prediction.label))] : [bdi(prediction.label)];
+  }
+
+  function place({ box: [x0, y0, x1, y1] }, width, height) {
+    const third = (middle, side) => Math.min(2, Math.trunc(3 * middle / 2 / side));
+    const row = third(y0 + y1, height), column = third(x0 + x1, width);
+    return row === 1 && column === 1 ? "centre" : `${["upper", "middle", "lower"][row]} ${["left", "centre", "right"][column]}`;
+  }
+
+  /** Sentences on where the answer comes from, and on how safe it is. */
+  function describe(record) {
+    const ranked = rankSlots(record), total = sum(ranked), { margin, top, width, height } = record, sentences = [], named = [];
+    let reached = 0;
+    for (const slot of ranked.slice(0, WORDS.named)) {
+      if (reached >= WORDS.mostly * total) break;
+      const source = `slot ${slot.slot}${slot.name ? `, ${slot.name}` : ""} (${place(slot, width, height)})`;
+      named.push(`${percent(slot.contribution / total)} ${named.length ? "" : "of the match comes "}from ${source}`);
+      reached += slot.contribution;
+    }
+    if (named.length) sentences.push(`${join(named)}.`);
+    const shared = record.rest !== undefined && record.rest !== null;
+    if (shared) {
+      const values = [sum(record.evidence), record.prediction.logit, record.rest, record.bias].map(number);
+      sentences.push(`The slots listed add ${values[0]} to the logit ${values[1]}, all others ${values[2]}, the class's bias ${values[3]}.`);
+    }
+    if (margin !== null && top.length > 1) {
+      const start = margin < WORDS.close && !shared ? "Close call: the" : "The", runnerUp = top[1].label;
+      let text = `${start} runner-up, ${runnerUp}, is ${number(Math.abs(margin))} ${margin >= 0 ? "behind" : "ahead"}`;
+      if (ranked.length > 1) {
+        const answer = margin > ranked[0].contribution ? "the same" : runnerUp;
+        text += `; without what slot ${ranked[0].slot} found, the answer would be ${answer}`;
+      }
+      sentences.push(`${text}.`);
+    }
+    return sentences;
+  }
+
+  /** How a slot's box is drawn: faint, plain or strongest. */
+  function emphasize(slots, record) {
+    const ranked = record && rankSlots(record), limit = ranked?.length
+      ? sum(ranked) * Math.min(WORDS.weak, WORDS.weakPart / ranked.length) : -Infinity;
+    return slots.map((slot) => slot.contribution < limit ? "faint"
+      : ranked?.length > 1 && slot.channel === ranked[0].channel && slot.slot === ranked[0].slot ? "strongest" : "plain");
+  }
+
+  /** How boxes differ, as describe_boxes of overlay.py says it. */
+  function boxNote(record) {
+    const slots = record.evidence, weak = slots.filter((_, i) => emphasize(slots, record)[i] === "faint");
+    if (rankSlots(record).length < 2) return "";
+    const numbers = join(weak.map((slot) => String(slot.slot))), share = weak.length && percent(sum(weak) / sum(slots));
+    return `Thick: the strongest slot.${!weak.length ? ""
+      : weak.length > 1 ? ` Faint: slots ${numbers}, together ${share}.` : ` Faint: slot ${numbers}, ${share}.`}`;
+  }
+
+  /**
+   * The table of a record's slots; `decorate(slot, row)` may change a row. Bars of contributions are full at 1/m, those of
+   * scores at 1, or at `least`.
+   */
+  function evidenceTable(record, decorate, least = 0) {
+    const slots = record.evidence, meaning = findMeaning(record), scores = meaning !== SCORE;
+    const values = slots.map((slot) => scores ? slot.contribution : slot.score);
+    const full = { [COSINE]: 1 / slots.length, [DISTANCE]: 0, [SCORE]: 1, [LOGIT]: 0 }[meaning];
+    const high = Math.max(full, least, ...values, 1e-9), low = Math.min(0, ...values), scale = 100 / (high - low);
+    const rows = slots.map((slot, i) => {
+      const start = (Math.min(0, values[i]) - low) * scale, stop = (Math.max(0, values[i]) - low) * scale;
+      const row = el("tr", null, el("td", null, tag(slot.slot), ...(slot.name ? [" ", bdi(slot.name)] : [])),
+        el("td", { class: "wide" }, bar("bar", [[start, stop - start, slot.slot]])),
+        el("td", NUMERIC, number(values[i])), scores ? el("td", NUMERIC, number(slot.score)) : null,
+        el("td", NUMERIC, slot.cell.join(", ")));
+      decorate?.(slot, row);
+      return row;
+    });
+    const head = [["slot"], [meaning, { colspan: 2 }], ...(scores ? [["score", NUMERIC]] : []), ["cell (row, col)", NUMERIC]];
+    return table("slots", head, rows, record.top ? boxNote(record) : "");
+  }
+
+  /** A record in words and figures: two sentences, the contributions side by side, cosine, margin and probability. */
+  function summary(record) {
+    const { prediction, margin, evidence: slots } = record;
     const figures = [prediction.cosine === null ? ["logit", number(prediction.logit)] : ["cosine", number(prediction.cosine)]];
     if (margin !== null) figures.push(["margin", number(margin)]);
     if (prediction.calibrated_probability !== undefined)
       figures.push(["calibrated probability", number(prediction.calibrated_probability)]);
-    const isSum = slots?.length && findMeaning({ evidence: slots, prediction }) === COSINE;
-    const runner = top.length > 1 ? top[1] : null;
+    if (slots?.length) figures.push(["different cells", `${new Set(slots.map(({ cell }) => String(cell))).size} of ${slots.length}`]);
     return [
-      isSum ? sumBar(slots.map((slot) => ({ slot: slot.slot, value: slot.contribution }))) : null, measures(figures),
-      runner && el("p", { class: "runner" }, "runner-up: ", bdi(runner.label), ` ${number(runner.cosine ?? runner.logit)}`),
+      ...describe(record).map((sentence) => el("p", { class: "words" }, sentence)),
+      slots?.length && findMeaning(record) === COSINE ? sumBar(slots) : null, measures(figures),
     ].filter((part) => part !== null);
   }
 
@@ -106,29 +171,55 @@ const evidence = (() => {
     return el("dl", { class: "measures" }, ...items);
   }
 
+  const overlap = ([a0, b0, a1, b1], [c0, d0, c1, d1]) =>
+    Math.max(0, Math.min(a1, c1) - Math.max(a0, c0)) * Math.max(0, Math.min(b1, d1) - Math.max(b0, d0));
+
+  /** A place for a tag of w x h outside its box: touching it if nothing is covered there, else apart from it. */
+  function placeTag([x0, y0, x1, y1], w, h, width, height, boxes, tags) {
+    let best = null, least = Infinity;
+    for (let gap = 0; gap < 7 * h; gap += h) {
+      const xs = [x0 - gap, (x0 + x1 - w) / 2, x1 - w + gap], ys = [y0 - h - gap, y1 + gap];
+      for (const [x, y] of [...ys.flatMap((y) => xs.map((x) => [x, y])), [x1 + gap, y0], [x0 - w - gap, y0]]) {
+        const at = [x, y, x + w, y + h], isOut = x < 0 || y < 0 || x + w > width || y + h > height;
+        const covered = (others) => others.reduce((total, other) => total + overlap(at, other), 0);
+        const cost = isOut ? Infinity : gap + 6 * covered(boxes) + 200 * covered(tags);
+        if (cost < least) [best, least] = [at, cost];
+      }
+    }
+    return best ?? [x0, y0, x0 + w, y0 + h];
+  }
+
   /**
-   * Draw the boxes of slots {slot, channel, cell, box} over a picture of width x height; one cell's inside each other.
-   * Those of `others`, slots of other classes, are shown while their row is pointed at.
+   * Draw the boxes of slots {slot, channel, cell, box} over a picture of width x height: thin, with tags next to them; of a
+   * `record` with its strongest and weakest apart. Those of `others`, slots of other classes, are shown while their row is
+   * pointed at. With `isDrawn` the picture has its boxes.
    */
-  function drawBoxes(layer, slots, width, height, others = []) {
-    const shared = new Map();
-    layer.replaceChildren(...[...slots, ...others].map((slot, i) => {
-      const [x0, y0, x1, y1] = slot.box, cell = String(slot.cell), isOther = i >= slots.length;
-      const before = isOther ? 0 : shared.get(cell) ?? 0;
-      if (!isOther) shared.set(cell, before + 1);
-      const name = tag(slot.slot), kind = isOther ? "box other" : "box";
-      const box = el("span", { class: `${kind} ${slotClass(slot.slot)}` }, name);
-      const inset = `${4 * before}px`, percent = (part, whole) => `calc(${100 * part / whole}% + ${inset})`;
-      Object.assign(box.style, {
-        left: percent(x0, width), top: percent(y0, height), right: percent(width - x1, width),
-        bottom: percent(height - y1, height),
-      });
-      // tags stand above their box, below it at the upper edge, those of one cell side by side
-      name.style[y0 < height / 12 ? "top" : "bottom"] = "100%";
-      name.style[x1 > 0.85 * width ? "right" : "left"] = `${before * 1.6}rem`;
-      link(box, slot.channel);
-      return box;
-    }));
+  function drawBoxes(layer, slots, width, height, { others = [], record = null, fields = [], isDrawn = false } = {}) {
+    const letters = Math.max(width, height) / 38, emphases = emphasize(slots, record), tags = [];
+    const cells = Map.groupBy(slots, (slot) => String(slot.cell)), boxes = [...slots, ...others].map(({ box }) => box);
+    const place = { preserveAspectRatio: "none", viewBox: `0 0 ${width} ${height}` };
+    const around = ([x0, y0, x1, y1]) => `M${x0} ${y0}V${y1}H${x1}V${y0}z`;
+    const veil = el("path", { class: "veil", d: `M0 0H${2 * width}V${2 * height}H0z${slots.map(({ box }) => around(box)).join("")}` });
+    const frames = fields.flatMap(([left, top, right, bottom, slot]) => ["case", slotClass(slot)].map((look) =>
+      el("rect", { class: `field ${look}`, x: left, y: top, width: right - left, height: bottom - top })));
+    const groups = (isDrawn ? [] : [...slots, ...others]).map((slot, i) => {
+      const isOther = i >= slots.length, [x0, y0, x1, y1] = slot.box, text = String(slot.slot);
+      const shared = isOther ? [slot] : cells.get(String(slot.cell)), turn = shared.indexOf(slot);
+      const at = placeTag(slot.box, letters * (0.6 * text.length + 0.5), 1.25 * letters, width, height, boxes.slice(0, slots.length), tags);
+      if (!isOther) tags.push(at);
+      const middle = [(at[0] + at[2]) / 2, (at[1] + at[3]) / 2];
+      const start = [Math.min(Math.max(middle[0], x0), x1), Math.min(Math.max(middle[1], y0), y1)];
+      const rect = (name, attributes = {}) => el("rect", { class: name, x: x0, y: y0, width: x1 - x0, height: y1 - y0, ...attributes });
+      const dashes = shared.length > 1 ? { "stroke-dasharray": `7 ${7 * (shared.length - 1)}`, "stroke-dashoffset": -7 * turn } : {};
+      const group = el("g", { class: `box ${isOther ? "other" : emphases[i]} ${slotClass(slot.slot)}` },
+        el("path", { class: "case", d: `M${start}L${middle}` }), el("path", { class: "line", d: `M${start}L${middle}` }),
+        ...(turn ? [] : [rect("case"), rect("light")]), rect("line", dashes),
+        el("rect", { class: "chip", x: at[0], y: at[1], width: at[2] - at[0], height: at[3] - at[1] }),
+        el("text", { x: middle[0], y: middle[1], "font-size": letters }, text));
+      if (slot.channel !== undefined) link(group, slot.channel);
+      return group;
+    });
+    layer.replaceChildren(el("svg", place, veil, ...frames, ...groups));
   }
 
   /** Light up the row and the box of a channel and fade other boxes; null shows all again. */
@@ -155,26 +246,23 @@ const evidence = (() => {
     status.classList.toggle("alert", isError);
   }
 
-  /** Call `take` with each picture that is chosen, pasted or dropped, after `keep` with the list of dropped files. */
-  function takePictures(take, keep = () => {}) {
+  /** Call `take` with the files that are chosen, pasted or dropped together. */
+  function takePictures(take) {
     const file = document.getElementById("file"), drop = document.getElementById("drop");
-    file.addEventListener("change", () => { if (file.files.length) take(file.files[0]); });
-    document.addEventListener("paste", (event) => {
-      const [image] = event.clipboardData.files;
-      if (image) take(image);
-    });
+    file.addEventListener("change", () => { if (file.files.length) take(file.files); });
+    document.addEventListener("paste", ({ clipboardData: { files } }) => { if (files.length) take(files); });
     for (const name of ["dragover", "dragleave", "drop"]) {
       document.addEventListener(name, (event) => {
         event.preventDefault();
         drop.classList.toggle("over", name === "dragover");
-        if (name !== "drop" || !event.dataTransfer.files.length) return;
-        keep(event.dataTransfer.files);
-        take(event.dataTransfer.files[0]);
+        if (name === "drop" && event.dataTransfer.files.length) take(event.dataTransfer.files);
       });
     }
   }
 
   document.addEventListener("pointerdown", (event) => { if (!event.target.closest("[data-channel]")) highlight(null); });
 
-  return { el, bdi, number, sumBar, table, slotTable, evidenceTable, summary, measures, drawBoxes, link, say, takePictures, NUMERIC };
+  document.addEventListener("change", ({ target }) => { if (target.id === "show-boxes") document.body.dataset.boxes = target.value; });
+
+  return { el, bdi, number, table, evidenceTable, summary, headline, drawBoxes, link, say, takePictures, NUMERIC, MEANINGS: [COSINE, DISTANCE, SCORE] };
 })();

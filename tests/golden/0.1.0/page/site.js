@@ -1,161 +1,286 @@
 // The page: takes pictures, shows answers and their evidence, and lets people try them.
-import { buildRecord, computeCosines, decode, digest, findSlots, isUnsure, labels, m, model, rank, run, start } from "./model.js";
+import { createFrame } from "./crop.js";
+import {
+  buildRecord, classMap, computeTotals, describeClass, findRest, findSlots, isShared, judge, labels, metadata, model, rank, run, start,
+} from "./model.js";
+import { openPicture, readPicture } from "./pictures.js";
+import { cover } from "./pixels.js";
 
 const byId = (id) => document.getElementById(id);
 const { el, number, say } = evidence;
 const canvas = byId("picture");
-let current = null, working = Promise.resolve();
+let current = null;
+
+// ---- one thing at a time, what the visitor asked for last before the rest of the queue --------------------------------
+
+const urgent = [], waiting = [];
+let isBusy = false;
+
+async function work() {
+  if (isBusy) return;
+  isBusy = true;
+  for (let task; (task = urgent.shift() ?? waiting.shift());) {
+    try {
+      await task();
+    } catch (error) {
+      say(`No answer: ${error.message}`, true);
+    }
+  }
+  isBusy = false;
+}
+
+/** Do something after all that was asked for before, so that an answer belongs to its picture. */
+function queue(task, isUrgent = true) {
+  (isUrgent ? urgent : waiting).push(task);
+  work();
+}
 
 // ---- an answer ----------------------------------------------------------------------------------------------------
 
+const inputSize = () => ({ height: metadata.input_size[0], width: metadata.input_size[1] });
+
 /** `findSlots` for the picture that is shown. */
-function slotsOf(classId, off, norm) {
-  const { outputs, picture } = current;
-  return findSlots(classId, outputs, norm, off, picture.width, picture.height);
-}
+const slotsOf = (classId, off, norm) => findSlots(classId, current.outputs, norm, off, current.picture.crop);
 
 /** Put a slot's switch, and patches of training images that it answered to, into its row. */
-function addSwitch(row, slot, label, isLast) {
-  const { off } = current, isOff = off.has(slot.channel);
+function addSwitch(row, slot, classId, isLast) {
+  const { off } = current, label = labels[classId], isOff = off.has(slot.channel);
   const box = el("input", { type: "checkbox", "aria-label": `${label}, slot ${slot.slot} counts` });
   Object.assign(box, { checked: !isOff, disabled: isLast && !isOff });
   box.dataset.switch = slot.channel;
   box.addEventListener("change", () => {
     off[box.checked ? "delete" : "add"](slot.channel);
+    current.seen.add(classId);
     showAnswer();
     document.querySelector(`[data-switch="${slot.channel}"]`)?.focus();
   });
   row.firstChild.prepend(el("label", null, box), " ");
   evidence.link(row, slot.channel);
-  const patches = (model.patches?.[slot.channel] ?? []).map((source) =>
+  const patches = (model.patches?.[`${classId}/${slot.slot}`] ?? []).map((source) =>
     el("img", { src: source, alt: `slot ${slot.slot} of ${label} in a training image`, width: 48, height: 48, loading: "lazy" }));
   if (patches.length) row.children[1].append(el("div", { class: "patches" }, ...patches));
 }
 
-/** Return a class with its slots; the contributions of those that are left add up to the cosine. */
-function buildClass(classId, cosine, norm, left, longest) {
+/** Return a class with its slots; the contributions of those that are left add up to its total. */
+function buildClass(classId, total, norm, left, longest) {
   const parts = new Map(left.map((slot) => [slot.channel, slot.contribution]));
   const slots = slotsOf(classId, new Set(), norm).map((slot) => ({ ...slot, contribution: parts.get(slot.channel) ?? 0 }));
-  const table = evidence.evidenceTable({ evidence: slots, prediction: { cosine } },
-    (slot, row) => addSwitch(row, slot, labels[classId], left.length === 1), longest);
+  const prediction = describeClass(classId, total), rest = findRest(classId, total, left);
+  const table = evidence.evidenceTable({ evidence: slots, prediction, ...rest, top: classId === current.record.prediction.class_id && [] },
+    (slot, row) => addSwitch(row, slot, classId, left.length === 1), longest);
   return el("section", { class: "class" }, el("h3", null, labels[classId]),
-    el("p", { class: "soft" }, `cosine ${number(cosine)}`), table);
+    el("p", { class: "soft" }, describeMatch(prediction)), table);
 }
+
+const describeMatch = ({ cosine, logit }) => cosine === null ? `logit ${number(logit)}` : `cosine ${number(cosine)}`;
 
 const quote = (text) => /^[\w./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\"'\"'")}'`;
 
 function showAnswer() {
   const { outputs, off, record, picture } = current;
-  const { cosines, norm } = computeCosines(outputs.scores, off);
+  const { totals, norm } = computeTotals(outputs.scores, off);
   // without a switch the order is that of the logits, to their last bit
-  const order = off.size ? rank(cosines) : rank(outputs.logits);
+  const order = off.size ? rank(totals) : rank(outputs.logits);
   const [first, second] = order, was = record.prediction.class_id;
   // classes with a switched slot stay, so that it can be switched on again
-  const touched = [...off].map((channel) => Math.floor(channel / m));
-  const classes = [...new Set([first, second, was, ...touched])].filter((classId) => classId !== undefined);
+  const touched = isShared() ? [...current.seen].map((classId) => [classId]) : [...off].flatMap(classMap.owners);
+  const classes = [...new Set([first, second, was, ...touched.map(([classId]) => classId)])].filter((classId) => classId !== undefined);
   const [left, ...others] = classes.map((classId) => slotsOf(classId, off, norm));
   const shown = off.size ? {
-    prediction: { cosine: cosines[first] }, margin: second === undefined ? null : cosines[first] - cosines[second],
-    top: order.slice(0, 2).map((classId) => ({ label: labels[classId], cosine: cosines[classId] })), evidence: left,
+    width: picture.width, height: picture.height, status: record.status === "unknown" ? "unknown" : judge({ margin: findMargin(totals, order) })?.status ?? "ok",
+    prediction: describeClass(first, totals[first]), ...findRest(first, totals[first], left), margin: findMargin(totals, order),
+    top: order.slice(0, 2).map((classId) => describeClass(classId, totals[classId])), evidence: left,
   } : record;
-  byId("flag").textContent = record.status === "unknown" ? `Perhaps none of the classes: ${record.reason}`
-    : isUnsure(shown.margin) ? `Not sure: the margin is below ${number(model.min_margin)}` : "";
+  const unsure = judge({ margin: shown.margin });
+  byId("flag").textContent = record.status === "unknown" ? `Unknown: ${record.reason}`
+    : unsure ? `Not sure: the margin is below ${number(unsure.limit)}` : "";
   byId("flag").hidden = !byId("flag").textContent;
-  byId("label").textContent = labels[first];
+  byId("label").replaceChildren(...evidence.headline(shown));
   byId("figures").replaceChildren(...evidence.summary(shown));
   byId("change").textContent = !off.size ? "" : first === was
     ? `The answer stays without ${off.size === 1 ? "this slot" : "these slots"}.`
     : `With all slots the answer was ${labels[was]}.`;
-  evidence.drawBoxes(byId("boxes"), left, picture.width, picture.height, others.flat());
+  evidence.drawBoxes(byId("boxes"), left, picture.width, picture.height, { others: others.flat(), record: shown });
   const longest = Math.max(...[left, ...others].flat().map((slot) => slot.contribution));
   byId("classes").replaceChildren(...classes.map((classId, i) =>
-    buildClass(classId, cosines[classId], norm, [left, ...others][i], longest)));
-  const drops = [...off].map((channel) => `--drop ${quote(`${labels[Math.floor(channel / m)]}/${channel % m}`)}`);
+    buildClass(classId, totals[classId], norm, [left, ...others][i], longest)));
+  const drops = isShared() ? [...off].map((channel) => `--drop ${channel}`)
+    : touched.map(([classId, slot]) => `--drop ${quote(`${labels[classId]}/${slot}`)}`);
   byId("permanent").hidden = !off.size;
   byId("command").textContent = `opal-deploy edit ${quote(model.source)} ${drops.join(" ")}`;
   byId("record").textContent = JSON.stringify(record, null, 2);
   byId("answer").hidden = false;
 }
 
-/** Answer for what is on the canvas now. */
-async function answer(picture) {
-  const outputs = await run(canvas.getContext("2d"));
-  current = { picture, outputs, off: new Set(), record: buildRecord(picture, outputs) };
+/** Answer for the shown picture's input. */
+async function answer(picture, input) {
+  const outputs = await run(input);
+  current = { picture, outputs, off: new Set(), seen: new Set(), record: buildRecord(picture, outputs) };
   showAnswer();
+  return current.record;
 }
 
-/** Do something after all that was begun before, so that an answer belongs to its picture. */
-function queue(work) {
-  working = working.then(work).catch((error) => say(`No answer: ${error.message}`, true));
+// ---- pictures, and the list of those that were given --------------------------------------------------------------
+
+const THUMBNAIL_PIXELS = 96 * 96;
+const items = [];
+let shown = null;
+
+/** Say how many pictures of the list are answered; a single one needs no list. */
+function count() {
+  const [answered, refused] = ["answered", "refused"].map((state) => items.filter((item) => item.state === state).length);
+  byId("counted").textContent = `${answered} of ${items.length} pictures answered${refused ? `, ${refused} refused` : ""}`;
+  byId("given").hidden = items.length < 2;
 }
 
-/** Answer for a picture: a blob, or a function that fetches one. */
-const explain = (picture) => queue(async () => {
-  say("Looking …");
-  const blob = picture instanceof Blob ? picture : await picture(), name = blob.name ?? null;
-  const sha256 = await digest(await blob.arrayBuffer());
+/** Note on a picture what became of it. */
+function mark(item, state, text) {
+  item.state = state;
+  item.note.textContent = item.note.title = text;
+  item.note.classList.toggle("alert", state === "refused");
+  count();
+}
+
+function draw(preview, target) {
+  [target.width, target.height] = [preview.width, preview.height];
+  target.getContext("2d").drawImage(preview, 0, 0);
+}
+
+/** A picture, with the button that shows it. */
+function makeItem(blob) {
+  const name = blob.name ?? "pasted", thumbnail = el("canvas", { width: 96, height: 72, "aria-hidden": "true" });
+  const note = el("span", null, "waiting"), button = el("button", { type: "button" }, thumbnail, el("bdi", null, name), note);
+  const item = { blob, name, thumbnail, note, button, crop: null, state: "waiting" };
+  button.addEventListener("click", () => show(item));
+  return item;
+}
+
+const describe = ({ prediction, status }) =>
+  ({ ok: prediction.label, unknown: `unknown (${prediction.label})`, abstained: `not sure (${prediction.label})` })[status];
+
+/** Answer for a picture of the list without showing it. */
+const look = (item) => queue(async () => {
+  if (item.state !== "waiting") return;
   try {
-    await decode(blob, canvas);
-  } catch {
-    say(`${name ?? "This"}: not a picture that this browser can open; try JPEG, PNG, WebP or AVIF (HEIC opens in Safari).`, true);
+    const { preview, input, ...picture } = await openPicture(item.blob, { ...inputSize(), pixels: THUMBNAIL_PIXELS });
+    draw(preview, item.thumbnail);
+    mark(item, "answered", describe(buildRecord({ name: item.name, ...picture }, await run(input))));
+  } catch (error) {
+    mark(item, "refused", error.message);
+  }
+}, false);
+
+/** Show a picture with its answer. */
+const show = (item) => queue(async () => {
+  say("Looking …");
+  const began = performance.now();
+  try {
+    const { preview, input, ...picture } = await openPicture(item.blob, { ...inputSize(), crop: item.crop, keep: true });
+    draw(preview, canvas);
+    draw(preview, item.thumbnail);
+    const record = await answer({ name: item.blob.name ?? null, marks: [], ...picture }, input);
+    mark(item, "answered", describe(record));
+  } catch (error) {
+    mark(item, "refused", error.message);
+    say(`${item.name}: ${error.message}`, true);
     return;
   }
-  const began = performance.now();
-  await answer({ name, sha256, width: canvas.width, height: canvas.height, blob });
+  for (const other of [shown, item]) other?.button.toggleAttribute("aria-current", other === item);
+  shown = item;
   byId("uncover").hidden = true;
+  placeFrame();
   const ms = performance.now() - began;
   say(`Answered in ${ms < 1000 ? `${ms.toFixed(0)} ms` : `${(ms / 1000).toFixed(1)} s`}; nothing was uploaded.`);
 });
 
+/** Take pictures into the list: the first is shown, the others are answered after it. */
+function take(files) {
+  const [first, ...others] = Array.from(files, makeItem);
+  items.push(first, ...others);
+  byId("queue").append(...[first, ...others].map(({ button }) => el("li", null, button)));
+  count();
+  show(first);
+  others.forEach(look);
+}
+
+// ---- the part of the picture that the model sees ---------------------------------------------------------------------
+
+/** Answer for another part of the shown picture, covered parts included, and say what changed. */
+async function answerPart(marks, crop, said) {
+  const { picture, record, before = record.prediction } = current;
+  const input = await readPicture(marks, crop, inputSize());
+  await answer({ ...picture, crop }, input);
+  const after = current.record.prediction;
+  say(`${said}: ${after.label}, ${describeMatch(after)}; before: ${before.label}, ${number(before.cosine ?? before.logit)}.`);
+  return before;
+}
+
+const frame = createFrame(canvas.parentElement, () => !byId("brush").checked, (crop) => queue(async () => {
+  await answerPart([], crop, "This part");
+  shown.crop = crop;
+}));
+
+function placeFrame() {
+  const { width, height, crop } = current.picture;
+  frame.set(byId("crop").checked, width, height, crop);
+  byId("crop-help").hidden = !byId("crop").checked;
+}
+
+byId("crop").addEventListener("change", () => {
+  placeFrame();
+  if (byId("crop").checked) return;
+  const { width, height, crop } = current.picture, whole = [0, 0, width, height];
+  shown.crop = null;
+  if (String(crop) !== String(whole)) queue(() => answerPart([], whole, "The whole picture"));
+});
+
 // ---- covering parts of the picture --------------------------------------------------------------------------------
 
-let painting = false;
+let stroke = null;
 
-function paint(draw) {
-  const context = canvas.getContext("2d");
-  context.fillStyle = "rgb(127, 127, 127)";
-  draw(context);
+/** Cover parts on the page's canvas, which may be smaller than the picture. */
+function paint(marks) {
+  const context = canvas.getContext("2d"), { width, height } = current.picture;
+  context.setTransform(canvas.width / width, 0, 0, canvas.height / height, 0, 0);
+  cover(context, marks);
+  context.resetTransform();
 }
 
-function brush(event) {
-  const frame = canvas.getBoundingClientRect();
-  const x = (event.clientX - frame.left) * canvas.width / frame.width;
-  const y = (event.clientY - frame.top) * canvas.height / frame.height;
-  paint((context) => {
-    context.beginPath();
-    context.arc(x, y, Math.max(canvas.width, canvas.height) / 16, 0, 2 * Math.PI);
-    context.fill();
-  });
+function brush({ clientX, clientY }) {
+  const area = canvas.getBoundingClientRect(), { width, height } = current.picture;
+  const x = (clientX - area.left) * width / area.width, y = (clientY - area.top) * height / area.height;
+  const circle = { circle: [x, y, Math.max(width, height) / 16] };
+  stroke.push(circle);
+  paint([circle]);
 }
 
-const answerCovered = () => queue(async () => {
-  const before = current.uncovered ?? current.record.prediction;
-  await answer(current.picture);
-  current.uncovered = before;
-  const { label, cosine } = current.record.prediction;
+const answerCovered = (marks) => queue(async () => {
+  const before = await answerPart(marks, current.picture.crop, "Covered");
+  // of the whole picture, however often parts of it are covered
+  current.before = before;
   byId("uncover").hidden = false;
-  say(`Covered: ${label}, cosine ${number(cosine)}; before: ${before.label}, ${number(before.cosine)}.`);
 });
 
 canvas.addEventListener("pointerdown", (event) => {
   if (!byId("brush").checked || !current) return;
-  painting = true;
+  stroke = [];
   canvas.setPointerCapture(event.pointerId);
   brush(event);
 });
-canvas.addEventListener("pointermove", (event) => { if (painting) brush(event); });
+canvas.addEventListener("pointermove", (event) => { if (stroke) brush(event); });
 canvas.addEventListener("pointerup", () => {
-  if (painting) answerCovered();
-  painting = false;
+  if (stroke) answerCovered(stroke);
+  stroke = null;
 });
 byId("brush").addEventListener("change", () => canvas.classList.toggle("brush", byId("brush").checked));
 byId("cover").addEventListener("click", () => {
-  const { cosines, norm } = computeCosines(current.outputs.scores, current.off);
-  const slots = slotsOf(current.off.size ? rank(cosines)[0] : current.record.prediction.class_id, current.off, norm);
-  paint((context) => { for (const { box: [x0, y0, x1, y1] } of slots) context.fillRect(x0, y0, x1 - x0, y1 - y0); });
-  answerCovered();
+  const { totals, norm } = computeTotals(current.outputs.scores, current.off);
+  const slots = slotsOf(current.off.size ? rank(totals)[0] : current.record.prediction.class_id, current.off, norm);
+  const marks = slots.map(({ box }) => ({ rect: box }));
+  paint(marks);
+  answerCovered(marks);
 });
-byId("uncover").addEventListener("click", () => explain(current.picture.blob));
+byId("uncover").addEventListener("click", () => show(shown));
 
 // ---- where pictures come from -------------------------------------------------------------------------------------
 
@@ -163,9 +288,8 @@ for (const button of document.querySelectorAll("#examples button")) {
   const source = button.querySelector("img").getAttribute("src");
   // from the browser's cache, where the image already is
   const load = async () => new File([await (await fetch(source, { cache: "force-cache" })).blob()], source.split("/").pop());
-  button.addEventListener("click", () => explain(load));
+  button.addEventListener("click", async () => show(makeItem(await load())));
 }
-evidence.takePictures(explain);
 
 const video = byId("video");
 
@@ -186,16 +310,18 @@ byId("camera").addEventListener("click", async () => {
   }
 });
 byId("shoot").addEventListener("click", async () => {
-  const frame = el("canvas", { width: video.videoWidth, height: video.videoHeight });
-  frame.getContext("2d").drawImage(video, 0, 0);
+  const still = el("canvas", { width: video.videoWidth, height: video.videoHeight });
+  still.getContext("2d").drawImage(video, 0, 0);
   closeCamera();
-  explain(new File([await new Promise((resolve) => { frame.toBlob(resolve); })], "camera.png"));
+  take([new File([await new Promise((resolve) => { still.toBlob(resolve); })], "camera.png")]);
 });
 byId("close").addEventListener("click", closeCamera);
 
 say("Loading the model …");
 try {
   byId("checked").textContent = await start();
+  // pictures that are dropped earlier find nothing to answer them
+  evidence.takePictures(take);
   document.documentElement.dataset.ready = "yes";
   for (const control of document.querySelectorAll("#file, #camera, #examples button")) control.disabled = false;
   say("");
