@@ -15,9 +15,6 @@ from opal_deploy.runtime.devices import available_cpus, parse_device
 from opal_deploy.runtime.onnx_session import is_out_of_memory, prepare_input
 from opal_deploy.runtime.session import ImageBatch
 
-_REDUCTIONS = {"ReduceSum", "ReduceMean", "ReduceMax", "ReduceL2"}
-_ARITHMETIC = {"Add", "Subtract", "Multiply", "Divide"}
-
 
 class OpenvinoSession:
     """An exported graph in OpenVINO, in the precision of its file.
@@ -38,7 +35,7 @@ class OpenvinoSession:
         """Load a file of `opal-deploy export` on the CPU; `threads` None: as many as this process may use.
 
         Raises:
-            ArtifactError: not an exported file, damaged, refused by OpenVINO, or of a form that it computes wrongly.
+            ArtifactError: not an exported file, damaged, or refused by OpenVINO.
             MissingExtra: openvino is not installed.
             UsageError: the device is a GPU.
         """
@@ -54,7 +51,6 @@ class OpenvinoSession:
         try:
             model = core.read_model(path)
             check_tensors(self.metadata, {name: _describe(port) for port in _ports(model) for name in port.get_names()})
-            _check_form(model)
             compiled = core.compile_model(
                 model,
                 "CPU",
@@ -94,22 +90,3 @@ def _describe(port: Any) -> tuple[tuple[Any, ...], np.dtype[Any]]:
     """Return the shape of a port without N, None where it is not fixed, and its dtype."""
     sizes = [size.get_length() if size.is_static else None for size in port.get_partial_shape()]
     return tuple(sizes[1:]), np.dtype(port.get_element_type().to_dtype())
-
-
-def _check_form(model: Any) -> None:
-    """Raise ArtifactError for a reduction of three axes to two, followed by arithmetic with a constant for each column.
-
-    OpenVINO 2026.4 fuses the two and reads the constant by the batch's index, beyond its end where N is larger; in int8
-    files it makes such constants of plain numbers. Version 0.1.0 wrote such graphs.
-    """
-    operators = model.get_ops()
-    smallest = 1 if any(node.get_type_name() == "FakeQuantize" for node in operators) else 2
-    for node in operators:
-        if node.get_type_name() not in _REDUCTIONS or len(node.input_value(0).get_partial_shape()) != 3:
-            continue
-        for target in node.output(0).get_target_inputs():
-            user = target.get_node()
-            sources = [value.get_node() for value in user.input_values()]
-            sizes = [source.output(0).get_shape() for source in sources if source.get_type_name() == "Constant"]
-            if user.get_type_name() in _ARITHMETIC and any(np.prod(list(size)) >= smallest for size in sizes):
-                raise ArtifactError(f"an earlier export, whose {user.get_friendly_name()} OpenVINO computes wrongly")

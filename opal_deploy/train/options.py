@@ -294,7 +294,8 @@ class TrainOptions(Options):
                 raise UsageError(f"stride {self.stride}: no network has cells of so many pixels; give 32, 16 or 8")
             if not self.compare_strides:
                 check_tiling(self.backbone, self.input_size, self.stride)
-        if self.precision == "fp16" and parse_device(self.device)[0] == "cpu":
+        kind, _ = parse_device(self.device)
+        if self.precision == "fp16" and kind == "cpu":
             raise UsageError("precision fp16 on a CPU: use bf16 or fp32, or a GPU")
         for name, needed in _NEEDS_SLOTS.items():
             if getattr(self, name) and self.head_config.evidence != "exact":

@@ -97,7 +97,7 @@ def test_an_interrupted_demo_goes_on_with_the_commands_that_it_prints_and_checks
     call = ("demo", "--out", "d", "--epochs", "2", "--train-per-class", "8")
     hint = f"Resume the demo with: opal-deploy {' '.join(call)}\n"
     code, printed = stop("epoch 1/2: ", signal.SIGINT)
-    assert (code, " left, at " in printed, hint in printed) == (130, True, True)
+    assert (code, " per epoch" in printed, hint in printed) == (130, True, True)
     code, printed = stop("$ opal-deploy infer", signal.SIGKILL)
     assert (code, "resuming after epoch 1" in printed) == (-signal.SIGKILL, True)
     printed = check(opal(*call, cwd=tmp_path)).stderr

@@ -10,7 +10,7 @@ import pytest
 from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, VerificationError
 from opal_deploy.predict.prediction import BatchPredictor
 from opal_deploy.predict.types import InferenceOptions
-from opal_deploy.runtime import cuda_session, onnx_session
+from opal_deploy.runtime import cuda_session
 from opal_deploy.runtime.cuda_options import CudaOptions, parse_cuda_options
 from opal_deploy.runtime.cuda_session import open_onnx_session
 from opal_deploy.runtime.onnx_session import CUDA, OnnxSession
@@ -59,7 +59,7 @@ def gpu(monkeypatch, tiny):
     """`open(**options)` of an ONNX file on a GPU; `cuda` is the stand-in."""
     cuda = FakeCuda(L4)
     kind = type("OnnxOnThisCuda", (OnnxOnFakeCuda,), {"cuda": cuda, "loaded": []})
-    monkeypatch.setattr(onnx_session, "_runs_on_cuda", lambda device: device != "cpu")
+    monkeypatch.setattr(cuda_session, "runs_on_cuda", lambda device: device != "cpu")
     monkeypatch.setattr(cuda_session, "Cuda", lambda index, extra: cuda)
     monkeypatch.setattr(cuda_session, "_DEVICE_TYPE", "cpu")
     monkeypatch.setattr(onnxruntime, "InferenceSession", kind)
