@@ -160,10 +160,13 @@ def _margin_finder(model: onnx.ModelProto, session: OnnxSession) -> Callable[[Pi
 
 
 def _find_attention(graph: onnx.GraphProto) -> str:
-    """Return the name of the attention [N, K, H * W] that a graph's output `argmax` is found in."""
+    """Return the name of the attention [N, K, H * W] that a graph's output `argmax` is found in.
+
+    A graph may compare it with its maximum (Equal) instead of using ArgMax.
+    """
     made_by = producers(graph)
     node = made_by["argmax"]
-    while node.op_type != "ArgMax":
+    while node.op_type not in ("ArgMax", "Equal"):
         node = made_by[node.input[0]]
     return str(node.input[0])
 

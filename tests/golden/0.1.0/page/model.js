@@ -17,7 +17,7 @@ export async function run(pixels) {
   const outputs = await session.run({ images }, wanted);
   return {
     logits: outputs.logits.data, cells: outputs.argmax.data, scores: outputs.scores.data,
-    perImage: Object.fromEntries(Object.entries(model.per_image).map(([name, output]) => [name, outputs[output].data[0]])),
+    perImage: Object.fromEntries(model.per_image.map((name) => [name, outputs[name].data[0]])),
   };
 }
 
@@ -152,8 +152,8 @@ async function verify() {
     unpack(vectors.top2_margin, Float32Array),
   ]);
   const perImage = {};
-  for (const [name, output] of Object.entries(model.per_image)) {
-    if (vectors[output]) perImage[name] = await unpack(vectors[output], Float32Array);
+  for (const name of model.per_image) {
+    if (vectors[name]) perImage[name] = await unpack(vectors[name], Float32Array);
   }
   let compared = 0, equal = 0, furthest = 0;
   for (const [index, png] of vectors.images.entries()) {
