@@ -157,7 +157,7 @@ class RunSetup:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """What `drift` needs to know of the model to read the records."""
+        """The model's slots, grid and classes for run.json, by which `drift` reads the records; empty without cells."""
         metadata = self.model.metadata
         if metadata.evidence != "exact":
             return {}

@@ -73,7 +73,7 @@ class ShardJob:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The shard as messages name it, such as `shard 2/4`."""
         return f"shard {self.options.shard}"
 
 

@@ -1,4 +1,4 @@
-"""What a run will cost, estimated on its first images before the first step."""
+"""The time that a training run will take, measured on its first images before the first step."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class DivergenceError(StoppedEarly):
 
 @dataclass(frozen=True)
 class Run:
-    """What the parts of a run share.
+    """The data, options and devices that all steps of a run share.
 
     Attributes:
         data: the data set, without images that cannot be decoded.
