@@ -29,15 +29,19 @@ def s3_endpoint():
 
 @pytest.fixture
 def use_endpoint(monkeypatch):
-    """Let this process, and those that it starts, find S3 at an endpoint."""
+    """Let this process, and those that it starts, find S3 at an endpoint, with so many attempts per request."""
+    import s3fs
+
     from opal_deploy import remote
 
-    def use(endpoint):
-        for name, value in {**_KEYS, "AWS_ENDPOINT_URL": endpoint}.items():
+    def use(endpoint, attempts=1):
+        for name, value in {**_KEYS, "AWS_ENDPOINT_URL": endpoint, "AWS_MAX_ATTEMPTS": str(attempts)}.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(remote, "_filesystems", {})
+        monkeypatch.setattr(s3fs.S3FileSystem, "retries", attempts)
+        remote._connect.cache_clear()
 
-    return use
+    yield use
+    remote._connect.cache_clear()
 
 
 @pytest.fixture
