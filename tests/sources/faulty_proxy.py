@@ -63,21 +63,12 @@ def faulty_proxy(endpoint, fault):
         def log_message(self, *_):
             pass
 
-    with serve(Handler) as url:
-        yield url, counts
-
-
-@contextmanager
-def serve(handler, context=None):
-    """Yield the URL of a server with these requests' handler, over TLS with an SSL context."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    if context is not None:
-        server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:
-        yield f"http{'s' if context else ''}://127.0.0.1:{server.server_address[1]}"
+        yield f"http://127.0.0.1:{server.server_address[1]}", counts
     finally:
         server.shutdown()
         thread.join()

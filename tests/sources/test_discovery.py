@@ -80,26 +80,14 @@ def test_a_folder_without_images_costs_other_inputs_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [
-        ("", r"no images in it \(1 other files, such as readme.txt\)"),
-        ("*.jpg", "nothing matches"),
-        ("*", "none of its 1 matches"),
-        ("@empty", "it named no image"),
-    ],
+    [("in", "no images in it"), ("in/*.jpg", "nothing matches"), ("in/*", "none of its 1"), ("@empty", "no image")],
 )
 def test_an_input_without_images_alone_is_a_wrong_call(tmp_path, monkeypatch, name, message):
     touch(tmp_path / "in/readme.txt")
     (tmp_path / "empty").write_text("\n\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=message):
-        names(name if name.startswith("@") else tmp_path / "in" / name)
-
-
-def test_globs_that_match_nothing_are_refused_before_anything_is_loaded(tmp_path):
-    touch(tmp_path / "a.jpg")
-    with pytest.raises(UsageError, match=r"b\*\.jpg: nothing matches"):
-        check_inputs([str(tmp_path / "b*.jpg")])
-    check_inputs([str(tmp_path / "b*.jpg"), str(tmp_path / "a*.jpg")])
+        names(name)
 
 
 def test_standard_input_without_names_is_a_wrong_call():
@@ -135,10 +123,11 @@ def test_a_list_names_one_path_a_line(tmp_path, monkeypatch):
     ("inputs", "message"),
     [
         ([], "no images given"),
-        (["here.jpg", "misspelt.jpg"], "misspelt.jpg: no such file or folder"),
-        (["x" * 5000], "no such file or folder"),
+        (["here.jpg", "misspelt.jpg"], "misspelt.jpg: no such file"),
+        (["x" * 5000], "no such file"),
         (["@none.txt"], "@none.txt: no such list"),
         (["@folder"], "@folder: no such list"),
+        (["b*.jpg"], "nothing matches"),
     ],
 )
 def test_a_misspelt_input_is_refused_before_anything_begins(tmp_path, monkeypatch, inputs, message):
@@ -191,7 +180,7 @@ def test_special_files_and_broken_links_get_one_record_each(tmp_path):
         }
 
 
-def test_what_the_system_refuses_gets_a_record_and_the_others_theirs(tmp_path, monkeypatch):
+def test_what_the_system_refuses_gets_a_record_and_the_others_theirs(tmp_path):
     good = save(tmp_path / "good.png")
     # seeking in it is an error
     (tmp_path / "list.txt").write_text(f"/proc/self/mem\n{good}\n{'x' * 5000}.mp4\n{'x' * 5000}.png\n")
@@ -199,45 +188,23 @@ def test_what_the_system_refuses_gets_a_record_and_the_others_theirs(tmp_path, m
     assert [code(r) for r in predict(listed, BrightSession(), batch=4)] == [
         "unreadable", None, "not_an_image", "unreadable",
     ]  # fmt: skip
-    # deeper than any path may be long
-    name = "d" * 200
-    monkeypatch.chdir(tmp_path)
-    for _ in range(30):
-        os.mkdir(name)
-        os.chdir(name)
-        shutil.copy(good, "a.png")
-    os.chdir(tmp_path)
-    records = predict(discover([name], Skipped()), BrightSession(), batch=4)
-    errors = [code(r) for r in records]
-    assert len(records) > 15
-    assert set(errors) == {None, "unreadable"}
-    # the folder that is too deep, once
-    assert errors.count("unreadable") <= 2
 
 
 def test_files_that_vanish_or_change_during_the_run_get_one_record_each(tmp_path):
-    for number in range(40):
-        save(tmp_path / f"in/{number:02}.png")
-    save(tmp_path / "in/vanishing/a.png")
-    save(tmp_path / "in/z/z.png")
-
-    def find():
-        return discover([str(tmp_path / "in")], Skipped())
+    for name in ("0", "1", "2", "3", "vanishing/a", "z/z"):
+        save(tmp_path / f"in/{name}.png")
 
     def change_meanwhile():
-        for number, item in enumerate(list(find())[:40]):
+        for number, item in enumerate(discover([str(tmp_path / "in")], Skipped())):
             if number == 0:
-                (tmp_path / "in/05.png").unlink()
-                (tmp_path / "in/06.png").write_bytes(b"something else")
-                (tmp_path / "in/07.png").unlink()
-                (tmp_path / "in/07.png").mkdir()
+                (tmp_path / "in/1.png").unlink()
+                (tmp_path / "in/2.png").write_bytes(b"something else")
+                (tmp_path / "in/3.png").unlink()
+                (tmp_path / "in/3.png").mkdir()
+                shutil.rmtree(tmp_path / "in/vanishing")
             yield item
-        for item in find():
-            shutil.rmtree(tmp_path / "in/vanishing", ignore_errors=True)
-            if Path(item.name).name in ("vanishing", "z.png"):
-                yield item
 
-    found = statuses(change_meanwhile())
-    assert len(found) == 42
-    changed = {"05.png": "not_found", "06.png": "not_an_image", "07.png": "not_a_file", "vanishing": "unreadable"}
-    assert found == {**dict.fromkeys(found, "ok"), **changed}
+    assert statuses(change_meanwhile()) == {
+        "0.png": "ok", "1.png": "not_found", "2.png": "not_an_image", "3.png": "not_a_file",
+        "vanishing": "unreadable", "z.png": "ok",
+    }  # fmt: skip
