@@ -129,16 +129,13 @@ def _find_status(error: BaseException) -> int | None:
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
         return cast(int | None, response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
-    # aiohttp, Azure, gcsfs
+    # Azure, gcsfs
     statuses = [getattr(error, name, None) for name in ("status", "status_code", "code")]
     return next((status for status in statuses if isinstance(status, int)), None)
 
 
 class FileFingerprint(NamedTuple):
-    """Size in bytes, time of the last change, and version of a file; if they differ, the content has changed.
-
-    A local file has no version, an object no time.
-    """
+    """Size in bytes, time of a local file's last change, version of an object; if they differ, so may the content."""
 
     size: int
     mtime_ns: int

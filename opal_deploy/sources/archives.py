@@ -83,14 +83,13 @@ class ZipMember:
                 data = member.read(self.size)
                 # at the end, zipfile compares the checksum
                 whole = len(data) == self.size and not member.read(1)
-        except ImageError:
-            raise
         except RuntimeError as error:  # NotImplementedError is one, too
             raise ImageError("unsupported_member", f"{error}; unpack the archive") from None
         except Exception as error:  # zipfile raises nearly anything for a damaged member
-            if to_image_error(error).code == "storage_unavailable":
-                raise to_image_error(error) from None
-            raise ImageError("corrupt_image", f"it cannot be unpacked: {error}") from None
+            problem = to_image_error(error)
+            if not isinstance(error, OSError | ImageError) and problem.code != "storage_unavailable":
+                problem = ImageError("corrupt_image", f"it cannot be unpacked: {error}")
+            raise problem from None
         if not whole:
             raise ImageError("corrupt_image", "its bytes do not have the size in the archive's directory")
         return io.BytesIO(data)

@@ -137,7 +137,7 @@ class Skipped:
         """Yield a line for a person, if there are any."""
         if self.count:
             examples = one_line(", ".join(map(escape_name, self.examples)))
-            yield f"Skipped {self.count} files: hidden, not images by name, or links ({examples})"
+            yield f"Skipped {self.count} hidden or non-image files ({examples})"
 
 
 def no_images_error(path: Location, others: Skipped) -> InputImage:

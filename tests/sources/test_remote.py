@@ -1,8 +1,6 @@
 """Images in a bucket, and a run that is uploaded: the same as on a disk, whatever storages do."""
 
 import io
-import tarfile
-import zipfile
 
 import pytest
 from botocore.exceptions import ClientError
@@ -10,10 +8,11 @@ from botocore.exceptions import ClientError
 from opal_deploy import remote
 from opal_deploy.errors import ImageError, MissingExtra, StoppedEarly, UsageError
 from opal_deploy.preprocess.decode import open_file
-from opal_deploy.remote import RemoteFile, check_output, list_files, redact, upload_folder
+from opal_deploy.remote import RemoteFile, check_output, redact, upload_folder
 from opal_deploy.sources.discovery import check_inputs, discover
 from opal_deploy.sources.image import Skipped
 from tests.sources.faulty_proxy import faulty_proxy
+from tests.sources.packing import pack
 
 CONTENT = bytes(range(256)) * 2000
 
@@ -42,22 +41,15 @@ def contents(images):
     return result
 
 
-def pack(folder, members):
+def pack_all(folder, members):
     """Return the bytes of a tar, a compressed tar and a zip with these members, by name."""
-    for name, mode in (("a.tar", "w"), ("a.tgz", "w:gz")):
-        with tarfile.open(folder / name, mode) as tar:
-            for member, data in members.items():
-                (folder / "member").write_bytes(data)
-                tar.add(folder / "member", member)
-    with zipfile.ZipFile(folder / "a.zip", "w") as archive:
-        for member, data in members.items():
-            archive.writestr(member, data)
-    return {name: (folder / name).read_bytes() for name in ("a.tar", "a.tgz", "a.zip")}
+    kinds = {"a.tar": "plain.tar", "a.tgz": "packed.tgz", "a.zip": "deflated.zip"}
+    return {name: pack(folder / name, members, kind).read_bytes() for name, kind in kinds.items()}
 
 
 def test_folders_lists_and_archives_of_a_bucket(s3, tmp_path):
     keys = ["a b.jpg", "a-b/1.jpg", "a.jpg", "a/1.jpg", "ä.jpg", ".hidden/1.jpg", "x.txt", "a/"]
-    put(s3, {f"in/{key}": key.encode() for key in keys} | pack(tmp_path, {"m/1.png": b"1", "2.png": b"2"}))
+    put(s3, {f"in/{key}": key.encode() for key in keys} | pack_all(tmp_path, {"m/1.png": b"1", "2.png": b"2"}))
     put(s3, {"list.txt": b"s3://photos/in/a.jpg\ns3://photos/none.jpg\nhttps://h/a.jpg\n"})
     # in the order of the names' bytes
     for folder in ("s3://photos/in", "s3://photos/in/"):
@@ -72,24 +64,8 @@ def test_folders_lists_and_archives_of_a_bucket(s3, tmp_path):
         assert contents(items(url)) == {f"{url}/m/1.png": b"1", f"{url}/2.png": b"2"}
 
 
-@pytest.mark.parametrize("kind", [503, "reset", "cut"])
-def test_what_fails_for_the_moment_is_repeated(kind, s3, s3_endpoint, use_endpoint):
-    put(s3, {"in/a.jpg": CONTENT})
-    # every request fails once
-    with faulty_proxy(s3_endpoint, lambda method, path, count: kind if count == 1 else None) as (endpoint, _):
-        use_endpoint(endpoint, attempts=2)
-        ((_, file),) = list_files(RemoteFile.parse("s3://photos/in"))
-        with file.open() as stream:
-            assert stream.read() == CONTENT
-    with faulty_proxy(s3_endpoint, lambda method, path, count: kind if count == 1 else None) as (endpoint, _):
-        use_endpoint(endpoint, attempts=2)
-        with file.open_ranges() as stream:
-            stream.seek(1000)
-            assert stream.read(500) == CONTENT[1000:1500]
-
-
 def test_what_goes_on_failing_costs_its_image(s3, s3_endpoint, use_endpoint, tmp_path):
-    put(s3, {f"in/{number}.png": b"x" for number in range(3)} | pack(tmp_path, {"1.png": b"1"}))
+    put(s3, {f"in/{number}.png": b"x" for number in range(3)} | pack_all(tmp_path, {"1.png": b"1"}))
     for name in ("a.tar", "a.zip"):
         (member,) = items(f"s3://photos/{name}")
         with faulty_proxy(s3_endpoint, lambda *_: 503) as (endpoint, _):
@@ -97,14 +73,14 @@ def test_what_goes_on_failing_costs_its_image(s3, s3_endpoint, use_endpoint, tmp
             assert list(contents([member]).values()) == ["storage_unavailable"]
         use_endpoint(s3_endpoint)
     codes = {"/photos/in/1.png": 503, "/photos/in/2.png": 403}
-    with faulty_proxy(s3_endpoint, lambda method, path, count: codes.get(path)) as (endpoint, _):
+    with faulty_proxy(s3_endpoint, codes.get) as (endpoint, _):
         use_endpoint(endpoint)
         assert list(contents(items("s3://photos/in")).values()) == [b"x", "storage_unavailable", "unreadable"]
 
 
 @pytest.mark.parametrize("url", ["s3://photos/in/", "s3://photos/a.tar", "@s3://photos/list.txt"])
 def test_inputs_that_break_off_end_the_run(url, s3, s3_endpoint, use_endpoint, tmp_path):
-    put(s3, {"in/a.jpg": b"x", "list.txt": b"a.jpg\n"} | pack(tmp_path, {"1.png": b"1"}))
+    put(s3, {"in/a.jpg": b"x", "list.txt": b"a.jpg\n"} | pack_all(tmp_path, {"1.png": b"1"}))
     with faulty_proxy(s3_endpoint, lambda *_: 503) as (endpoint, _):
         use_endpoint(endpoint)
         with pytest.raises(StoppedEarly, match=r"SlowDown|503"):
@@ -116,10 +92,10 @@ def test_an_object_that_changes_after_it_was_listed_never_gives_another_image(na
     if "large" in name:
         monkeypatch.setattr(remote, "MAX_WHOLE_BYTES", 1000)
     first, second = ({"1.png": data, "2.png": data[::-1]} for data in (CONTENT, CONTENT[1:]))
-    put(s3, {"in/1.png": CONTENT} | pack(tmp_path, first))
+    put(s3, {"in/1.png": CONTENT} | pack_all(tmp_path, first))
     images = items(f"s3://photos/{name.split()[0]}")
     assert contents(images[:1]) == {images[0].name: CONTENT}
-    put(s3, {"in/1.png": CONTENT[1:]} | pack(tmp_path, second))
+    put(s3, {"in/1.png": CONTENT[1:]} | pack_all(tmp_path, second))
     assert set(contents(images).values()) == {"unreadable"}
 
 
@@ -180,7 +156,7 @@ def test_a_finished_run_is_uploaded_and_its_summary_last(s3, s3_endpoint, use_en
 )
 def test_a_place_that_cannot_be_written_to_is_refused(url, unset, reason, s3, s3_endpoint, use_endpoint, monkeypatch):
     refuse = 403 if reason == "refused" else None
-    with faulty_proxy(s3_endpoint, lambda method, path, count: refuse) as (endpoint, _):
+    with faulty_proxy(s3_endpoint, lambda _: refuse) as (endpoint, _):
         use_endpoint(endpoint)
         for name in unset:
             monkeypatch.delenv(name)
