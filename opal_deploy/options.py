@@ -229,7 +229,7 @@ CropFile = Annotated[
     StrPath | None,
     Option(
         "Crop to these boxes: CSV (image,x0,y0,x1,y1 or image,x,y,width,height), COCO JSON, MegaDetector's results, "
-        "CUB's bounding_boxes.txt, or Stanford Dogs' Annotation folder.",
+        "or CUB's bounding_boxes.txt.",
         cli=Path,
     ),
 ]

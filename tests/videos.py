@@ -11,7 +11,7 @@ from typing import Any
 import av
 import numpy as np
 
-from opal_deploy.sources.video import _read_in_worker
+from opal_deploy.sources.video import Frame, _advance_in_worker
 
 # every tenth frame is a key frame
 FRAMES, RATE, KEY = 30, 10, 10
@@ -96,8 +96,9 @@ def cut(path: Path, share: float = 0.6) -> Path:
     return path
 
 
-def crash_at_ten(path: str, sampling: Any, first: int, max_pixels: int) -> Any:
-    """Crash the process at frame 10 or a later one of a video called `crash`; see `video._read_in_worker`."""
-    if Path(path).stem == "crash" and first >= 10:
-        os.kill(os.getpid(), signal.SIGSEGV)
-    return _read_in_worker(path, sampling, first, max_pixels)
+def crash_at_ten() -> Any:
+    """Crash or stop the process after frame 9 of a video called so; see `video._advance_in_worker`."""
+    step = _advance_in_worker()
+    if isinstance(step, Frame) and step.info.index >= 10 and step.info.video.stem in ("crash", "stop"):
+        os.kill(os.getpid(), signal.SIGSEGV if step.info.video.stem == "crash" else signal.SIGSTOP)
+    return step

@@ -31,8 +31,7 @@ from opal_deploy.runtime.devices import default_batch, default_workers
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.sources.annotations import FolderLabels, annotate
 from opal_deploy.sources.discovery import discover
-from opal_deploy.sources.image import InputImage
-from opal_deploy.sources.items import Skipped
+from opal_deploy.sources.image import InputImage, Skipped
 from opal_deploy.visualization.atlas.collector import AtlasCollector
 from opal_deploy.visualization.atlas.storage import build_atlas, check_out_dir, save_atlas
 

@@ -31,8 +31,7 @@ from opal_deploy.runtime.select import open_sessions
 from opal_deploy.sources import discovery
 from opal_deploy.sources.annotations import annotate, read_boxes, read_labels
 from opal_deploy.sources.archives import is_archive_name
-from opal_deploy.sources.items import Skipped
-from opal_deploy.sources.video import parse_frame_name
+from opal_deploy.sources.image import Skipped
 from opal_deploy.visualization.style import format_number
 
 if TYPE_CHECKING:
@@ -151,8 +150,7 @@ class _Output:
         """Return the output that the options ask for; raise UsageError if they contradict each other or the images."""
 
         out, file_format = None if options.out is None else Path(options.out), options.file_format
-        frame = parse_frame_name(images[0])
-        is_file = frame is not None or (Path(images[0]).is_file() and not is_archive_name(images[0]))
+        is_file = Path(images[0]).is_file() and not is_archive_name(images[0])
         single = len(images) == 1 and is_file
         suffix = "" if out is None or out.is_dir() else out.suffix.lower().lstrip(".")
         if suffix and suffix not in FORMATS:
@@ -165,8 +163,7 @@ class _Output:
             path = out
         elif single and out is None:
             suffix = file_format or FORMATS[0]
-            stem = Path(images[0]).stem if frame is None else f"{Path(frame.video).stem}.frame-{frame.index:06d}"
-            path = Path(f"{stem}.evidence.{suffix}")
+            path = Path(f"{Path(images[0]).stem}.evidence.{suffix}")
         else:
             return _Output(out or Path("sheets"), file_format or FORMATS[0], single=False, overwrite=options.overwrite)
         output = _Output(path, suffix, single=True, overwrite=options.overwrite)

@@ -28,8 +28,8 @@ def run_inference(
     run is returned without computing it again.
 
     Args:
-        images: folders (with subfolders), files, globs, tar and zip archives, or URLs of them (s3://, gs://, az://,
-            https://); `-` or `@FILE` for a list; with `every` also videos.
+        images: folders (with subfolders), files, globs, tar and zip archives, or URLs of them (s3://, gs://, az://);
+            `-` or `@FILE` for a list; with `every` also videos.
         model: an exported model, a checkpoint, or what `load` returned; None: the one that the command finds.
         options: see the keywords.
 

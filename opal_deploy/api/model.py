@@ -264,7 +264,7 @@ class Model:
         if isinstance(images, str | os.PathLike):
             # archives, videos and buckets are loaded where they are looked for
             from opal_deploy.sources.discovery import check_inputs, discover
-            from opal_deploy.sources.items import Skipped
+            from opal_deploy.sources.image import Skipped
 
             inputs = [os.fspath(images)]
             check_inputs(inputs)

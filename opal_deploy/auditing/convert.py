@@ -89,11 +89,9 @@ def add_classifications(path: Path, run: dict[str, Any], records: Iterable[Recor
     from opal_deploy.artifact.files import compute_sha256
     from opal_deploy.records.names import readable_name, unescape_name
     from opal_deploy.records.record import Failed
-    from opal_deploy.sources.annotations import read_boxes
-    from opal_deploy.sources.detections import Detections
-    from opal_deploy.sources.items import PathLookup, normalize_name
+    from opal_deploy.sources.annotations import PathLookup, normalize_name, read_boxes
 
-    if not isinstance(read_boxes(path), Detections):
+    if not read_boxes(path).from_detector:
         raise UsageError(f"{path}: not MegaDetector's results; expected the file that infer had as --boxes")
     if f"sha256 {compute_sha256(path)}" not in str(run.get("boxes")):
         raise UsageError(f"{path}: not the boxes of this run, which are {run.get('boxes') or 'none'}")

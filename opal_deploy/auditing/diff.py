@@ -129,7 +129,7 @@ def _image_loader(report: DiffReport, options: DiffOptions) -> Callable[[Record]
     from opal_deploy.auditing.images import RecordSources, locate
     from opal_deploy.records.names import unescape_name
     from opal_deploy.sources import discovery
-    from opal_deploy.sources.items import Skipped
+    from opal_deploy.sources.image import Skipped
 
     shown = [record for _, old, new in report.worst for record in (old, new)]
     images = [os.fspath(image) for image in options.images]

@@ -246,7 +246,7 @@ def _find_sources(
     from opal_deploy.auditing.results import Results
     from opal_deploy.records.names import readable_name
     from opal_deploy.sources import discovery
-    from opal_deploy.sources.items import Skipped
+    from opal_deploy.sources.image import Skipped
 
     images = [os.fspath(image) for image in options.images]
 

@@ -24,14 +24,12 @@ from opal_deploy.records.run_files import overlay_name
 from opal_deploy.records.signatures import PublicKeys
 from opal_deploy.remote import is_url
 from opal_deploy.runtime.session import Session
-from opal_deploy.sources.annotations import Labels, annotate
-from opal_deploy.sources.detections import Crops
-from opal_deploy.sources.image import InputImage
-from opal_deploy.sources.items import is_video_name
-from opal_deploy.sources.video import FrameReader, find_frame, undivided_error
+from opal_deploy.sources.annotations import Crops, Labels, annotate
+from opal_deploy.sources.image import InputImage, is_video_name
+from opal_deploy.sources.video import VIDEO_CODES, undivided_error
 
 # errors that depend on the load of the machine, or occur only in a cluster
-_NOT_REPEATABLE = ("decode_timeout", "decoder_crashed", "worker_died", "storage_unavailable")
+_NOT_REPEATABLE = ("decode_timeout", "decoder_crashed", "worker_died", "storage_unavailable", *VIDEO_CODES)
 # depends on installed packages: HEIC needs its own
 _UNSUPPORTED = "unsupported_image"
 # findings kept; all are counted
@@ -162,11 +160,9 @@ def verify_records(
     pending: deque[_Recorded] = deque()
 
     def requests() -> Iterator[InputImage]:
-        timeout = inference.decode_timeout
-        with FrameReader(inference.max_pixels, isolate=inference.isolate, timeout=timeout) as frames:
-            for recorded in _select_records(run, lines, check.public_keys, report):
-                pending.append(recorded)
-                yield _build_request(recorded.record, check, frames)
+        for recorded in _select_records(run, lines, check.public_keys, report):
+            pending.append(recorded)
+            yield _build_request(recorded.record, check)
 
     for result in predict_stream(requests(), [session], options):
         recorded = pending.popleft()
@@ -228,7 +224,7 @@ def _select_records(
             report.add(Finding(number, record.image, signature=fault))
 
 
-def _build_request(record: Record, check: CheckOptions, frames: FrameReader) -> InputImage:
+def _build_request(record: Record, check: CheckOptions) -> InputImage:
     name, item = record.image, check.sources.find(record)
     if name is None and item is None:
         return InputImage(None, b"", error=ImageError("not_found", "the record has no image name"))
@@ -241,13 +237,9 @@ def _build_request(record: Record, check: CheckOptions, frames: FrameReader) -> 
             return InputImage(name, b"", error=error)
         item = InputImage.at(path)
         source = check.root / path if isinstance(path, Path) else path
-        failure = record.error.code if isinstance(record, Failed) else None
-        if isinstance(source, Path) and is_video_name(source.name) and failure == "not_an_image":
-            # as in the run, which was not to read frames of videos
-            item = replace(item, error=undivided_error(Path(plain)))
-        elif isinstance(source, Path):
-            item = find_frame(frames, source, item, at_end=failure is not None)
-            source = source if item.source is path else item.source
+        if isinstance(source, Path) and is_video_name(source.name):
+            # frames of videos are not computed again
+            item = replace(item, error=undivided_error())
     crops = annotate([item], check.boxes)
     missing = replace(item, error=ImageError("no_box", "the file of boxes has no such detection"))
     request = next((crop for crop in crops if crop.detection == record.detection), missing)

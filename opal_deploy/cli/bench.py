@@ -207,7 +207,7 @@ def _write(measurement: Measurement, options: OutputOptions) -> None:
 
 def _find_items(images: list[str], limit: int) -> list[InputImage]:
     from opal_deploy.sources.discovery import check_inputs, discover
-    from opal_deploy.sources.items import Skipped
+    from opal_deploy.sources.image import Skipped
 
     check_inputs(images)
     items = list(itertools.islice(discover(images, Skipped(), sys.stdin), limit))

@@ -29,11 +29,9 @@ def doctor(
     ] = None,
 ) -> None:
     """Show the GPUs, the driver and the runtimes: what is usable here, and what to install."""
-    from opal_deploy.preprocess.decode import missing_libraries
-
     driver = devices.read_driver()
     statuses = inspect_runtimes(driver)
-    warnings = [*find_conflicts(), *missing_libraries()]
+    warnings = find_conflicts()
     usable = {device: any(status.usable(device) for status in statuses) for device in get_args(RequiredDevice)}
     if as_json:
         print_json({

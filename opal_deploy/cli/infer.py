@@ -17,8 +17,8 @@ def infer(
     images: Annotated[
         list[str],
         typer.Argument(
-            help="Folders (with subfolders), files, globs, tar and zip archives, or URLs of them (s3://, gs://, az://, "
-            "https://); - or @FILE for a list; with --every videos too."
+            help="Folders (with subfolders), files, globs, tar and zip archives, or URLs of them (s3://, gs://, "
+            "az://); - or @FILE for a list; with --every videos too."
         ),
     ],
     options: InferOptions,

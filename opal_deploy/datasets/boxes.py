@@ -1,10 +1,7 @@
-"""Boxes as data sets publish them, for images that are used without the rest of their data set.
+"""CUB-200-2011's boxes, for images that are used without the rest of their data set.
 
-    bounding_boxes.txt    CUB-200-2011: <image id> <x> <y> <width> <height>, with images.txt next to it
-    Annotation/           Stanford Dogs: a folder of PASCAL VOC XML files, one per image, named like the image (without
-                          its suffix, with or without `.xml`); also Oxford-IIIT Pet's annotations/xmls/
-
-Boxes are (x0, y0, x1, y1) in pixels of the image, as training crops to them.
+bounding_boxes.txt has lines of <image id> <x> <y> <width> <height>; images.txt next to it names the images. Boxes are
+(x0, y0, x1, y1) in pixels of the image, as training crops to them.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from opal_deploy.datasets.cub import read_table, to_corners
-from opal_deploy.datasets.dogs import ANNOTATION_ERRORS, find_folders, read_annotation
 from opal_deploy.datasets.location import find_root
 from opal_deploy.datasets.samples import pluralize, shorten_list
 from opal_deploy.errors import UsageError
@@ -28,11 +24,8 @@ _CUB_LINE = re.compile(r"\s*\d+(\s+[-+.\deE]+){4}\s*$")
 
 
 def find_box_file(root: Path) -> Path | None:
-    """Return CUB's file or Stanford Dogs' folder of boxes in a data set's folder; None without either."""
-    if (root / CUB_BOXES).is_file():
-        return root / CUB_BOXES
-    images, annotation = find_folders(root)
-    return annotation if images.is_dir() and annotation.is_dir() else None
+    """Return CUB's file of boxes in a data set's folder; None without it."""
+    return root / CUB_BOXES if (root / CUB_BOXES).is_file() else None
 
 
 def format_box_option(training: Mapping[str, Any], model: Path | None = None) -> str:
@@ -68,25 +61,3 @@ def read_cub_boxes(path: Path) -> list[tuple[str, Box]]:
         ids = pluralize(len(unknown), "image id", "image ids")
         raise UsageError(f"{path}: {ids} that {names_path.name} next to it does not name: {shorten_list(unknown)}")
     return [(names[key][0], to_corners(values)) for key, values in boxes.items()]
-
-
-def read_annotation_folder(folder: Path) -> dict[str, list[Box]]:
-    """Return the boxes of every annotation below a folder, by image path without suffix, sorted.
-
-    Raises:
-        UsageError: the folder holds no annotation, or one that cannot be read or has no box.
-    """
-    boxes: dict[str, list[Box]] = {}
-    path = folder
-    try:
-        for path in sorted(p for p in folder.rglob("*") if p.suffix in ("", ".xml") and p.is_file()):
-            if not path.name.startswith("."):
-                boxes[path.relative_to(folder).with_suffix("").as_posix()] = read_annotation(path)
-        if not boxes:
-            raise ValueError("contains no annotations")
-    except ANNOTATION_ERRORS as error:
-        raise UsageError(
-            f"{path}: not an annotation with a box ({error}); expected a folder of PASCAL VOC XML files only, one per "
-            "image, such as Stanford Dogs' Annotation/, or a CSV or COCO file"
-        ) from None
-    return boxes

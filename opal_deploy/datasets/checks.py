@@ -34,8 +34,7 @@ from opal_deploy.datasets.samples import (
 )
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.logs import Progress
-from opal_deploy.preprocess.decode import MAX_PIXELS, decode, open_file
-from opal_deploy.preprocess.decode_errors import decode_error
+from opal_deploy.preprocess.decode import MAX_PIXELS, decode, decode_error, open_file
 from opal_deploy.preprocess.geometry import compute_geometry
 
 T = TypeVar("T")

@@ -95,7 +95,7 @@ def prepare(
                 )
             else:
                 # a crop needs the pixels that scaled decoding would leave out
-                image = decode(source, max_pixels=options.max_pixels, decoding=options.decode, claim=claim)
+                image = decode(source, max_pixels=options.max_pixels, claim=claim)
                 geometry = compute_geometry(image, request.crop)
         with timer.stage("resize"):
             pixels = to_input(image, geometry, input_size, options.decode)

@@ -4,7 +4,7 @@ Any fault of a file ends in an ImageError with one of these codes:
 
     not_found          no such file
     unreadable         the file exists, but reading it was refused or failed
-    storage_unavailable  a bucket or server did not answer for a while, or reported overload
+    storage_unavailable  a bucket did not answer, or reported overload
     not_a_file         a folder, a pipe, a device
     empty_file         zero bytes
     not_an_image       no decoder recognises it
@@ -22,24 +22,23 @@ white, as viewers do; ICC profiles are not applied, here or in training.
 
 from __future__ import annotations
 
-import importlib
 import io
 import math
 import os
+import re
 import stat
+import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
 from enum import StrEnum
-from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, BinaryIO, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.preprocess.decode_errors import decode_error, is_heic
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.remote import parse_source
 
@@ -55,8 +54,36 @@ _16_TO_8 = ((np.arange(1 << 16) + 128) // 257).astype(np.uint8)
 _RUNS_A_PROGRAM = ("EPS",)
 # an image of more pixels is claimed before it is decoded, and converted in strips of so many
 _LARGE_PIXELS = 4_000_000
-# larger ones are left to Pillow, which reads piece by piece and needs no second copy of the pixels
-_MAX_PLAIN_PIXELS, _MAX_PLAIN_BYTES = 25_000_000, 32_000_000
+
+_IS_CUT = re.compile(r"truncated|not enough|only got|unexpected e(nd|of)|reached eof|end of file", re.IGNORECASE)
+_IS_UNSUPPORTED = re.compile(
+    r"unsupported|unimplemented|not supported|not implemented|cannot handle"
+    r"|unknown (pixel mode|data organization|compression|pixel format|tga|pcx|blp)",
+    re.IGNORECASE,
+)
+# two bytes, or a few small numbers: other files begin like that too
+_WEAK_SIGNATURES = ("DIB", "GBR", "PCX", "PPM", "XBM")
+# a pattern of a file's beginning, its code, and a description
+_OTHER_FORMATS = [
+    (
+        rb"\xff\x0a|\0\0\0\x0cJXL |v/1\x01|#\?(RADIANCE|RGBE)|PF\s+\d|.{128}DICM|%!PS|\xc5\xd0\xd3\xc6",
+        "unsupported_image",
+        "in a format that is not read, such as JPEG XL, HDR, DICOM or EPS; save it as PNG",
+    ),
+    (
+        rb".{4}ftyp.{,60}(hei[cxms]|hev[cx])",
+        "unsupported_image",
+        "a HEIC image, which needs pi-heif: pip install 'opal-deploy[heif]', or save it as JPEG",
+    ),
+    (rb"version https://git-lfs", "not_an_image", "a Git LFS pointer, not the image itself; run git lfs pull"),
+    (rb"<!doctype html|<html", "not_an_image", "a web page, perhaps an error message; give the image itself"),
+    (rb"%PDF-|<svg|<\?xml.{,999}<(svg|!DOCTYPE svg)", "not_an_image", "a PDF or SVG drawing; save it as PNG"),
+    (
+        rb".{4}ftyp(isom|iso\d|mp4|avc1|qt|M4V|3gp)|\x1aE\xdf\xa3|RIFF.{4}AVI ",
+        "not_an_image",
+        "a video; `infer --every 1s` takes frames of it",
+    ),
+]
 
 
 @runtime_checkable
@@ -69,10 +96,10 @@ class FileSource(Protocol):
 
 
 class Decoding(StrEnum):
-    """The decode path.
+    """The path from a file to the model's input.
 
-    `default`: the fastest with Pillow's pixels within 1 count. `exact`: Pillow's pixels, bit for bit. `fast`: decodes
-    JPEG at a fraction of its size if that is large enough for the model.
+    `default`: the fastest within 1 count of Pillow's. `exact`: Pillow's pixels, bit for bit. `fast`: decodes JPEG at a
+    fraction of its size if that is large enough for the model.
     """
 
     default = "default"
@@ -90,25 +117,6 @@ def parse_decoding(text: str) -> Decoding:
 # whatever can be decoded, and the part of it that has to be opened first; a str is a path or a URL
 Source: TypeAlias = str | Path | bytes | FileSource | Image.Image | NDArray[np.uint8]
 PathOrSource: TypeAlias = Path | FileSource
-
-
-@cache
-def import_faster(name: str) -> Any:
-    """Return simplejpeg, which has Pillow's pixels, or cykooz_resizer, which is within 1 count; None without it."""
-    try:
-        return importlib.import_module(name)
-    except Exception:  # no wheel, or one that does not load on this processor: Pillow can do it
-        return None
-
-
-def missing_libraries() -> list[str]:
-    """Return one line for each faster library that cannot be imported here."""
-    tasks = {"simplejpeg": "JPEG files are decoded", "cykooz_resizer": "images are resized"}
-    return [
-        f"{name} cannot be imported, so {work} by Pillow alone: the same results, more slowly"
-        for name, work in tasks.items()
-        if import_faster(name) is None
-    ]
 
 
 def open_file(source: PathOrSource) -> BinaryIO:
@@ -132,28 +140,19 @@ def no_claim(pixels: int) -> None:
     """Grant any number of pixels."""
 
 
-def decode(
-    source: Source,
-    *,
-    max_pixels: int = MAX_PIXELS,
-    open_file: Callable[[PathOrSource], BinaryIO] = open_file,
-    decoding: Decoding = Decoding.default,
-    claim: Callable[[int], None] = no_claim,
-) -> Image.Image:
+def decode(source: Source, *, max_pixels: int = MAX_PIXELS, claim: Callable[[int], None] = no_claim) -> Image.Image:
     """Decode one image at its full size to a loaded PIL image of mode RGB.
 
     Args:
         source: a path, a file's bytes, a FileSource, a PIL image, or uint8 [H, W, 3] RGB or [H, W] grey.
         max_pixels: width times height above which the image is refused.
-        open_file: opens a path or a FileSource; replaced to measure or count what is read.
-        decoding: `exact` uses only Pillow; the other paths give the same pixels here.
         claim: is called with the number of pixels of an image of over 4 megapixels before they are decoded, and may
             wait until there is memory for them.
 
     Raises:
         ImageError: the image cannot be used; the module's docstring lists the codes.
     """
-    return _decode(source, _DecodeOptions(max_pixels, open_file, decoding, claim))[0]
+    return _decode(source, max_pixels, claim)[0]
 
 
 def decode_for_input(
@@ -161,42 +160,32 @@ def decode_for_input(
     input_size: tuple[int, int],
     *,
     max_pixels: int = MAX_PIXELS,
-    open_file: Callable[[PathOrSource], BinaryIO] = open_file,
     decoding: Decoding = Decoding.default,
     claim: Callable[[int], None] = no_claim,
 ) -> tuple[Image.Image, Geometry]:
     """Decode one image that will be resized as a whole to `input_size` = (H0, W0); return it and its full geometry.
 
-    With `fast`, the image may have a half, a quarter or an eighth of its size, if that is not smaller than the input.
+    With `fast`, a JPEG may have a half, a quarter or an eighth of its size, if that is not smaller than the input.
     Other arguments and errors are those of `decode`.
     """
-    image, (width, height) = _decode(source, _DecodeOptions(max_pixels, open_file, decoding, claim, input_size))
-    return image, Geometry.whole(width, height)
+    image, size = _decode(source, max_pixels, claim, input_size if decoding is Decoding.fast else None)
+    return image, Geometry.whole(*size)
 
 
-@dataclass(frozen=True)
-class _DecodeOptions:
-    """The arguments of `decode`, and the (height, width) that is large enough for the caller."""
-
-    max_pixels: int
-    open_file: Callable[[PathOrSource], BinaryIO]
-    decoding: Decoding
-    claim: Callable[[int], None]
-    min_size: tuple[int, int] | None = None
-
-
-def _decode(source: Source, options: _DecodeOptions) -> tuple[Image.Image, tuple[int, int]]:
-    """Return the image, and its (width, height) at full size."""
+def _decode(
+    source: Source, max_pixels: int, claim: Callable[[int], None], min_size: tuple[int, int] | None = None
+) -> tuple[Image.Image, tuple[int, int]]:
+    """Return the image, of at least `min_size` = (height, width), None: its own; and its own (width, height)."""
     if isinstance(source, np.ndarray):
         check_array(source)
         image = Image.fromarray(np.ascontiguousarray(source)).convert("RGB")
         return image, image.size
     if isinstance(source, Image.Image):
-        return _load(source, options)
+        return _load(source, max_pixels, claim)
     if isinstance(source, bytes):
         opened: BinaryIO = io.BytesIO(source)
     else:
-        opened = options.open_file(parse_source(source) if isinstance(source, str | os.PathLike) else source)
+        opened = open_file(parse_source(source) if isinstance(source, str | os.PathLike) else source)
     with opened as stream:
         try:
             size = stream.seek(0, os.SEEK_END)
@@ -205,90 +194,56 @@ def _decode(source: Source, options: _DecodeOptions) -> tuple[Image.Image, tuple
             raise ImageError("unreadable", f"cannot be read: {error.strerror or error}") from None
         if not size:
             raise ImageError("empty_file", "the file has zero bytes")
-        return _load(stream, options, size)
+        return _load(stream, max_pixels, claim, min_size)
 
 
 def _load(
-    source: BinaryIO | Image.Image, options: _DecodeOptions, size: int = 0
+    source: BinaryIO | Image.Image,
+    max_pixels: int,
+    claim: Callable[[int], None],
+    min_size: tuple[int, int] | None = None,
 ) -> tuple[Image.Image, tuple[int, int]]:
     """Open, check, load and orient; turn any error of Pillow's into an ImageError."""
     stream = None if isinstance(source, Image.Image) else source
     image = None
     try:
         image = source if isinstance(source, Image.Image) else _open_image(source)
-        _check_kind(image, options.max_pixels)
+        _check_kind(image, max_pixels)
         if image.width * image.height > _LARGE_PIXELS:
-            options.claim(image.width * image.height)
-        loaded = None if stream is None else _decode_plain_jpeg(stream, size, image, options)
-        if loaded is None:
-            image.load()
-            loaded = image
-        scaled = loaded.size != image.size
-        full = image.size[::-1] if scaled and _is_transposed(image) else image.size
-        oriented = _apply_orientation(loaded, ours=loaded is not source)
-        rgb = _convert(oriented)
-        return rgb, full if scaled else rgb.size
+            claim(image.width * image.height)
+        size, is_turned = image.size, False
+        if min_size is not None and image.format == "JPEG":
+            is_turned = _is_transposed(image)
+            image.draft(None, min_size if is_turned else min_size[::-1])
+        image.load()
+        is_scaled = image.size != size
+        rgb = _convert(_apply_orientation(image, ours=stream is not None))
+        return rgb, (size[::-1] if is_turned else size) if is_scaled else rgb.size
     except ImageError:
         raise
     except Exception as error:  # Pillow's decoders raise nearly anything for a damaged file; none of it is ours
-        raise decode_error(error, stream, image, options.max_pixels) from None
+        raise decode_error(error, stream, image, max_pixels) from None
 
 
 def _open_image(stream: BinaryIO) -> Image.Image:
     try:
         return Image.open(stream)
     except UnidentifiedImageError:
-        if not is_heic(stream):
-            raise
         try:
             import pi_heif
         except ImportError:
-            # the error will say what to install
-            raise UnidentifiedImageError from None
-        return cast(Image.Image, pi_heif.HeifImageFile(stream))
-
-
-def _decode_plain_jpeg(stream: BinaryIO, size: int, header: Image.Image, options: _DecodeOptions) -> Image.Image | None:
-    """Decode an ordinary JPEG with simplejpeg; None leaves it to Pillow, so that every path has the same errors."""
-    simplejpeg = import_faster("simplejpeg")
-    if simplejpeg is None or options.decoding is Decoding.exact or not is_plain_jpeg(header, size):
-        return None
-    height, width = (options.decoding is Decoding.fast and options.min_size) or (0, 0)
-    if height and _is_transposed(header):
-        height, width = width, height
-    stream.seek(0)
-    # between half and full size, scaled decoding takes longer than decoding everything
-    limits = {"min_height": height, "min_width": width, "min_factor": 2.0 if height else 1.0}
-    try:
-        # strict: a warning of the decoder is an error, which Pillow may judge in its own way
-        pixels = simplejpeg.decode_jpeg(stream.read(_MAX_PLAIN_BYTES), "RGB", strict=True, **limits)
-    except Exception:
-        return None
-    image = Image.frombuffer("RGB", (pixels.shape[1], pixels.shape[0]), pixels, "raw", "RGB", 0, 1)
-    if not height and image.size != header.size:
-        return None
-    # holds the orientation, in EXIF or XMP
-    image.info = dict(header.info)
-    return image
-
-
-def is_plain_jpeg(header: Image.Image, size: int) -> bool:
-    """Return whether a file of `size` bytes, opened as `header`, is an ordinary JPEG, on which decoders agree."""
-    return (
-        header.format == "JPEG"
-        and header.mode in ("RGB", "L")
-        # the colour space in Adobe's marker; 1 is YCbCr, as in files without the marker
-        and header.info.get("adobe_transform", 1) == 1
-        and header.width * header.height <= _MAX_PLAIN_PIXELS
-        and size <= _MAX_PLAIN_BYTES
-    )
+            pi_heif = None
+        if pi_heif is None or "HEIF" in Image.OPEN:
+            raise
+        pi_heif.register_heif_opener()
+        return _open_image(stream)
 
 
 def _is_transposed(image: Image.Image) -> bool:
     """Return whether applying the EXIF orientation swaps width and height."""
     try:
         return image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
-    except Exception:  # as in `_apply_orientation`
+    except Exception:  # damaged EXIF raises what its parser stumbles over
         return False
 
 
@@ -386,3 +341,47 @@ def check_array(array: NDArray[Any]) -> None:
             "unsupported_image",
             f"an array of {array.dtype} {list(array.shape)}; expected uint8 [H, W, 3] RGB or [H, W]",
         )
+
+
+def decode_error(error: Exception, stream: BinaryIO | None, image: Image.Image | None, max_pixels: int) -> ImageError:
+    """Return the ImageError for an exception of Pillow's, which raises nearly anything for a damaged file.
+
+    `stream` is the file, still open, None for a PIL image; `image` is what Pillow opened, None if it did not.
+    """
+    if isinstance(error, Image.DecompressionBombError):
+        limits = f"{max_pixels:,} (--max-pixels) or Pillow's limit (PIL.Image.MAX_IMAGE_PIXELS)"
+        return ImageError("too_many_pixels", f"it claims more pixels than {limits}")
+    if isinstance(error, MemoryError):
+        return ImageError("too_many_pixels", "it needs more memory than there is; lower --max-pixels")
+    name = None if image is None else image.format
+    # reading again may fail
+    with suppress(Exception):
+        if stream is not None and image is None:
+            stream.seek(0)
+            head = stream.read(2048)
+            name, error = _ask_decoder(stream, head, error)
+            for pattern, code, kind in _OTHER_FORMATS if name is None else ():
+                if re.match(pattern, head.lstrip(b"\xef\xbb\xbf \t\r\n"), re.DOTALL | re.IGNORECASE):
+                    return ImageError(code, f"it is {kind}")
+    if isinstance(error, UnidentifiedImageError):
+        return ImageError("not_an_image", "no decoder recognises it as an image")
+    name = name or "image"
+    # decoders look for what is behind the end of a file that was cut in its header
+    if isinstance(error, EOFError | struct.error | IndexError) or _IS_CUT.search(str(error)):
+        return ImageError("truncated_image", f"its {name} data ends early; copy or download the file again")
+    if isinstance(error, NotImplementedError) or _IS_UNSUPPORTED.search(str(error)):
+        return ImageError("unsupported_image", f"its kind of {name} is not read; save it anew as PNG")
+    return ImageError("corrupt_image", f"its {name} data is damaged; copy or download the file again")
+
+
+def _ask_decoder(stream: BinaryIO, head: bytes, error: Exception) -> tuple[str | None, Exception]:
+    """Return the format with a file's signature, and why its decoder refused the file; None and `error` without."""
+    for name, (factory, accept) in Image.OPEN.items():
+        if accept is not None and name not in _WEAK_SIGNATURES and accept(head[:16]):
+            stream.seek(0)
+            try:
+                factory(stream, "")
+            except Exception as reason:
+                return name, reason
+            return name, error
+    return None, error

@@ -15,8 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from opal_deploy.preprocess.decode import Decoding, import_faster
+from opal_deploy.preprocess.decode import Decoding
 from opal_deploy.preprocess.geometry import Geometry
+
+try:
+    import cykooz_resizer
+except Exception:  # no wheel, or one that does not load on this processor: Pillow can do it
+    cykooz_resizer = None
 
 # limits of an image to draw on: enough for a screen, and bounded memory per image in flight
 MAX_DISPLAY_PIXELS, MAX_DISPLAY_SIDE = 2_000_000, 4096
@@ -30,8 +35,6 @@ def to_input(
     image: Image.Image, geometry: Geometry, input_size: tuple[int, int], decoding: Decoding = Decoding.default
 ) -> NDArray[np.uint8]:
     """Crop and resize an image to a model's input, uint8 [H0, W0, 3], RGB.
-
-    In an image with a side of over a million pixels, neighbouring pixels are averaged first.
 
     Args:
         image: RGB, oriented, whole; or the smaller version from `decode_for_input`, without a crop.
@@ -58,13 +61,13 @@ def _resize_faster(image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint
     cykooz.resizer resizes the rows, which are most of the work: they differ by 1 where a value lies halfway. Pillow
     resizes the columns: with both done by the library, one image in 500 had a value that was off by 2.
     """
-    library = import_faster("cykooz_resizer")
-    if library is None or size[0] >= image.width:
+    if cykooz_resizer is None or size[0] >= image.width:
         return None
     if not hasattr(_thread_local, "resizer"):
         # one per thread, since it keeps buffers
-        bilinear = library.ResizeAlg.convolution(library.FilterType.bilinear)
-        _thread_local.resizer = library.Resizer(), library.ResizeOptions(resize_alg=bilinear, use_alpha=False)
+        bilinear = cykooz_resizer.ResizeAlg.convolution(cykooz_resizer.FilterType.bilinear)
+        options = cykooz_resizer.ResizeOptions(resize_alg=bilinear, use_alpha=False)
+        _thread_local.resizer = cykooz_resizer.Resizer(), options
     resizer, options = _thread_local.resizer
     narrow = Image.new("RGB", (size[0], image.height))
     resizer.resize_pil(image, narrow, options)

@@ -15,10 +15,8 @@ from opal_deploy.errors import OpalError, UsageError
 from opal_deploy.records.names import unescape_name
 from opal_deploy.run.options import InferOptions
 from opal_deploy.sources import discovery
-from opal_deploy.sources.annotations import Labels, annotate, read_boxes, read_labels
-from opal_deploy.sources.detections import Crops
-from opal_deploy.sources.image import InputImage
-from opal_deploy.sources.items import Skipped
+from opal_deploy.sources.annotations import Crops, Labels, annotate, read_boxes, read_labels
+from opal_deploy.sources.image import InputImage, Skipped
 from opal_deploy.sources.video import NO_VIDEOS, Sampling, VideoOptions, require_pyav
 
 

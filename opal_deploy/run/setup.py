@@ -37,8 +37,7 @@ from opal_deploy.run.summary import ErrorLimit, Summary
 from opal_deploy.runtime.devices import default_batch, default_workers
 from opal_deploy.runtime.session import Session
 from opal_deploy.sources.discovery import STDIN
-from opal_deploy.sources.image import InputImage
-from opal_deploy.sources.items import Skipped
+from opal_deploy.sources.image import InputImage, Skipped
 
 
 class OpenModel(Protocol):

@@ -1,9 +1,10 @@
 """Boxes and labels of images, read from files and found by the image's path.
 
-Boxes crop an image for the model. They come from a detector (`detections`); from a CSV file with the column `image` and
-either `x0,y0,x1,y1` or `x,y,width,height`; from a COCO file (https://cocodataset.org/#format-data), one per image; or
-from CUB-200-2011 and Stanford Dogs (`datasets.boxes`). All but the detector's are in pixels of the image as a viewer
-shows it.
+Boxes crop an image for the model. They come from a CSV file with the column `image` and either `x0,y0,x1,y1` or
+`x,y,width,height`; from a COCO file (https://cocodataset.org/#format-data), one per image; from CUB-200-2011's
+bounding_boxes.txt; or from MegaDetector's results (https://lila.science/megadetector-output-format), any number per
+image. An image is yielded once per box of the category `animal`, and left out without one. All but MegaDetector's boxes
+are in pixels of the image as a viewer shows it.
 
 Objects are what an image shows, any number per image, from a COCO file. Labels are the true classes of images: the
 names of their folders, or a CSV file with the columns `image` and `label`.
@@ -12,43 +13,134 @@ names of their folders, or a CSV file with the columns `image` and `label`.
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import itertools
 import json
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, TypeAlias
-
-import msgspec
+from pathlib import Path, PurePosixPath
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from opal_deploy.artifact.files import compute_sha256, read_text
 from opal_deploy.errors import ImageError, UsageError, first_line
 from opal_deploy.options import DEFAULT_CONFIDENCE
-from opal_deploy.preprocess.geometry import Box
+from opal_deploy.preprocess.geometry import Box, RelativeBox
 from opal_deploy.records.names import unescape_name
 from opal_deploy.remote import is_url, redact
-from opal_deploy.sources.detections import DETECTIONS_KEY, Boxes, Crop, Crops, read_detections
-from opal_deploy.sources.image import InputImage
-from opal_deploy.sources.items import PathLookup, normalize_name
+from opal_deploy.sources.image import FRAME_NAME, InputImage
+
+T = TypeVar("T")
 
 # the argument of --labels that means the names of the folders
 FOLDERS = "folders"
 
 _CORNER_COLUMNS = ("image", "x0", "y0", "x1", "y1")
 _SIZE_COLUMNS = ("image", "x", "y", "width", "height")
+# tells MegaDetector's results from a COCO file
+_DETECTIONS_KEY, _ANIMAL = "detection_categories", "animal"
+# raised for JSON with other keys, types and nesting than expected
+_NOT_THE_FORMAT = (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError)
+
+
+class PathLookup(Generic[T]):
+    """Values by image path: the entry `a/b.jpg` is found for `data/a/b.jpg`.
+
+    An entry may have more folders than the path (`data/a/b.jpg` for `a/b.jpg`), if it is the only one that ends in the
+    whole path. Names that differ in a folder never match: `x/1.jpg` is not `y/1.jpg`, since a wrong value would go
+    unnoticed. A frame without an entry gets its video's value.
+    """
+
+    def __init__(self, by_name: Mapping[str, T]) -> None:
+        self._by_name = by_name
+        self._names_by_file_name: dict[str, list[str]] = {}
+        for name in by_name:
+            self._names_by_file_name.setdefault(name.rpartition("/")[2], []).append(name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def matches(self, path: str) -> list[str]:
+        """Return the names that may mean `path`, with `/` between folders: none, one, or several candidates."""
+        parts = path.split("/")
+        for start in range(len(parts)):
+            suffix = "/".join(parts[start:])
+            if suffix in self._by_name:
+                return [suffix]
+        names = [name for name in self._names_by_file_name.get(parts[-1], []) if name.endswith("/" + path)]
+        frame = None if names else FRAME_NAME.fullmatch(path)
+        return names if frame is None else self.matches(frame[1])
+
+    def __getitem__(self, name: str) -> T:
+        return self._by_name[name]
+
+
+def normalize_name(name: str) -> str:
+    """Return a name as an image's name is written: a path without `.` and double slashes, a URL without secrets."""
+    return redact(name) if is_url(name) else PurePosixPath(name).as_posix()
+
+
+class Crop(NamedTuple):
+    """A part of an image to classify.
+
+    Attributes:
+        box: None: the whole image.
+        detection: position of the box among the image's detections, from 0; None for a box of no detector.
+        frame: index of the video's frame that the box is for; None: any.
+    """
+
+    box: Box | None
+    detection: int | None = None
+    frame: int | None = None
+
+
+class Crops:
+    """The crops of a file by image, found by an image's path as `PathLookup` does.
+
+    Args:
+        by_name: crops by image path.
+        file_name: what messages call the file.
+        identity: a text that differs if boxes may differ.
+        from_detector: the crops are a detector's, any number per image.
+        note: a note about the file for a person, in one line; empty for none.
+    """
+
+    def __init__(
+        self,
+        by_name: Mapping[str, list[Crop]],
+        file_name: str,
+        identity: str,
+        *,
+        from_detector: bool = False,
+        note: str = "",
+    ) -> None:
+        self._crops, self._file_name = PathLookup(by_name), file_name
+        self.identity, self.from_detector, self.note = identity, from_detector, note
+
+    def __len__(self) -> int:
+        return len(self._crops)
+
+    def find_all(self, path: str) -> list[Crop]:
+        """Return the crops of the image at `path`; raise ImageError (`no_box`) if the file does not name it."""
+        names = self._crops.matches(path)
+        if len(names) != 1:
+            why = f"{len(names)} boxes for it ({names[0]}, {names[1]}, ...)" if names else "no box for it"
+            raise ImageError("no_box", f"{self._file_name} has {why}")
+        crops, frame = self._crops[names[0]], FRAME_NAME.fullmatch(path)
+        return [crop for crop in crops if frame is None or crop.frame in (None, int(frame[2]))]
+
+    def count(self, path: str) -> int:
+        """Return the number of records of an image: one per crop, or 1 for an image that gets an error."""
+        try:
+            return len(self.find_all(path))
+        except ImageError:
+            return 1
 
 
 def read_boxes(path: Path, confidence: float = DEFAULT_CONFIDENCE) -> Crops:
-    """Read a CSV or COCO file, MegaDetector's results, CUB's bounding_boxes.txt, or a folder such as Stanford Dogs'.
-
-    If an annotation of such a folder has several boxes, the first is taken, as in training; other files may have one
-    per image.
+    """Read a CSV or COCO file, MegaDetector's results, or CUB's bounding_boxes.txt.
 
     Args:
-        path: the file or folder, or the folder of a data set that has one.
+        path: the file, or the folder of CUB.
         confidence: the lowest of a detector's boxes that count, 0 ... 1.
 
     Raises:
@@ -56,53 +148,38 @@ def read_boxes(path: Path, confidence: float = DEFAULT_CONFIDENCE) -> Crops:
     """
     from opal_deploy.datasets.boxes import CUB_IMAGES, find_box_file, is_cub_boxes, read_cub_boxes
 
-    if os.path.isdir(path):
-        file = find_box_file(path)
-        return _read_box_folder(path) if file is None else read_boxes(file, confidence)
-    try:
-        text = read_text(path, "surrogateescape")
-    except OSError as error:
-        expected = "expected a CSV or COCO file, MegaDetector's results, CUB's bounding_boxes.txt, or its folder"
-        raise UsageError(f"{path}: cannot be read ({error.strerror or error}); {expected}") from None
-    identity = f"{path.name}, sha256 {compute_sha256(path)}"
-    if text.lstrip().startswith("{") and f'"{DETECTIONS_KEY}"' in text:
-        return read_detections(path, text, identity, confidence)
+    path = find_box_file(path) or path
+    text, identity = _read_file(f"{path}", path, "a CSV or COCO file, or MegaDetector's results")
     if text.lstrip().startswith("{"):
-        rows = [(name, thing.box) for name, thing in _parse_coco(path, text)]
+        if f'"{_DETECTIONS_KEY}"' in text:
+            return _read_detections(path, text, identity, confidence)
+        rows: Iterable[tuple[str, Box]] = ((name, thing.box) for name, thing in _parse_coco(path, text))
     elif is_cub_boxes(text):
         rows = read_cub_boxes(path)
         identity += f"; {CUB_IMAGES}, sha256 {compute_sha256(path.with_name(CUB_IMAGES))}"
     else:
-        rows = list(_parse_box_rows(path, text))
-    by_name: dict[str, Box] = {}
+        rows = _parse_box_rows(path, text)
+    by_name: dict[str, list[Crop]] = {}
     for name, box in rows:
         name = normalize_name(name)
         if name in by_name:
             raise UsageError(f"{path}: two boxes for {name}; expected one per image")
-        by_name[name] = box
+        by_name[name] = [Crop(box)]
     if not by_name:
         raise UsageError(f"{path}: no boxes in it")
-    return Boxes(by_name, path.name, identity)
+    return Crops(by_name, path.name, identity)
 
 
-def _read_box_folder(folder: Path) -> Boxes:
-    from opal_deploy.datasets.boxes import read_annotation_folder
-
-    boxes = read_annotation_folder(folder)
-    name, digest = f"{folder.resolve().name}/", hashlib.sha256(json.dumps(boxes).encode()).hexdigest()
-    several = sum(len(image_boxes) > 1 for image_boxes in boxes.values())
-    return Boxes(
-        {normalize_name(image): image_boxes[0] for image, image_boxes in boxes.items()},
-        name,
-        f"{name}, {len(boxes)} annotations, sha256 of their boxes {digest}",
-        by_stem=True,
-        note=f"--boxes: {several} annotations have several boxes; the first is used, as in training" if several else "",
-    )
+def _read_file(shown: str, path: Path, expected: str) -> tuple[str, str]:
+    """Return a file's text, and a text that identifies its content; raise UsageError."""
+    try:
+        return read_text(path, "surrogateescape"), f"{path.name}, sha256 {compute_sha256(path)}"
+    except OSError as error:
+        raise UsageError(f"{shown}: cannot be read ({error.strerror or error}); expected {expected}") from None
 
 
 def _parse_box_rows(path: Path, text: str) -> Iterator[tuple[str, Box]]:
-    columns, rows = _read_csv(f"{path}", text, _CORNER_COLUMNS, _SIZE_COLUMNS)
-    for line, (name, *values) in rows:
+    for line, columns, (name, *values) in _read_csv(f"{path}", text, _CORNER_COLUMNS, _SIZE_COLUMNS):
         try:
             a, b, c, d = (float(value or "") for value in values)
         except ValueError:
@@ -114,19 +191,55 @@ def _parse_box_rows(path: Path, text: str) -> Iterator[tuple[str, Box]]:
 
 def _read_csv(
     shown: str, text: str, *choices: tuple[str, ...]
-) -> tuple[tuple[str, ...], list[tuple[int, list[str | None]]]]:
-    """Return the first choice of columns that a CSV file has, and these columns by line number; raise UsageError."""
-    reader, expected = csv.reader(io.StringIO(text, newline="")), " or ".join(map(",".join, choices))
+) -> Iterator[tuple[int, tuple[str, ...], list[str | None]]]:
+    """Yield line, columns and values of a CSV file's rows, for the first choice of columns it has; raise UsageError."""
+    reader, expected = csv.DictReader(io.StringIO(text, newline="")), " or ".join(map(",".join, choices))
     try:
-        lines = [(reader.line_num, row) for row in reader if row]
+        header = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+        columns = next((choice for choice in choices if set(choice) <= set(header)), None)
+        if columns is None:
+            raise UsageError(f"{shown}: columns {', '.join(header)[:80] or 'none'}; expected {expected}")
+        for row in reader:
+            yield reader.line_num, columns, [row[column] for column in columns]
     except csv.Error as error:
         raise UsageError(f"{shown}: not a CSV file ({error}); expected {expected}") from None
-    header = [name.strip() for name in lines[0][1]] if lines else []
-    columns = next((choice for choice in choices if set(choice) <= set(header)), ())
-    if not columns:
-        raise UsageError(f"{shown}: columns {', '.join(header)[:80] or 'none'}; expected {expected}")
-    positions = [header.index(column) for column in columns]
-    return columns, [(line, [row[at] if at < len(row) else None for at in positions]) for line, row in lines[1:]]
+
+
+def _read_detections(path: Path, text: str, identity: str, confidence: float) -> Crops:
+    """Return the animals with at least a `confidence`, 0 ... 1, in MegaDetector's results; raise UsageError."""
+    by_name: dict[str, list[Crop] | None] = {}
+    try:
+        document = json.loads(text)
+        animals = {key for key, name in document[_DETECTIONS_KEY].items() if name == _ANIMAL}
+        for image in document["images"]:
+            name = normalize_name(image["file"])
+            if name in by_name:
+                raise UsageError(f"{path}: two entries for {name}; expected one per image")
+            # null where the detector failed
+            detections = image.get("detections")
+            by_name[name] = None if detections is None else list(_find_animals(detections, animals, confidence))
+    except _NOT_THE_FORMAT as error:
+        expected = "expected format 1.3 to 1.6"
+        raise UsageError(f"{path}: not MegaDetector's results ({first_line(error)}); {expected}") from None
+    if not animals:
+        raise UsageError(f"{path}: {_DETECTIONS_KEY} has no {_ANIMAL}; expected it among the categories")
+    if not by_name:
+        raise UsageError(f"{path}: no images in it")
+    crops = {name: image_crops for name, image_crops in by_name.items() if image_crops is not None}
+    counts = list(map(len, crops.values()))
+    note = (
+        f"--boxes: {sum(counts)} animals with a confidence of at least {confidence:g}, one record each; images "
+        f"without such an animal get no record: {counts.count(0)} of {len(counts)}"
+    )
+    return Crops(crops, path.name, f"{identity}; animals from {confidence:g}", from_detector=True, note=note)
+
+
+def _find_animals(detections: list[dict[str, Any]], animals: set[str], confidence: float) -> Iterator[Crop]:
+    for number, detection in enumerate(detections):
+        # shares of the oriented image
+        x, y, width, height = map(float, detection["bbox"])
+        if detection["category"] in animals and float(detection["conf"]) >= confidence:
+            yield Crop(RelativeBox(x, y, x + width, y + height), number, detection.get("frame_number"))
 
 
 @dataclass(frozen=True)
@@ -145,43 +258,14 @@ class CocoObject:
     size: tuple[int, int] | None = None
 
 
-class _CocoImage(msgspec.Struct):
-    id: int | str
-    file_name: str
-    height: float | None = None
-    width: float | None = None
-
-
-class _CocoAnnotation(msgspec.Struct):
-    image_id: int | str
-    bbox: tuple[float, float, float, float]
-    category_id: int | str | None = None
-    segmentation: Any = None
-
-
-class _CocoCategory(msgspec.Struct):
-    id: int | str
-    name: str
-
-
-class _Coco(msgspec.Struct):
-    images: list[_CocoImage]
-    annotations: list[_CocoAnnotation]
-    categories: list[_CocoCategory] = []
-
-
 def read_objects(path: Path) -> PathLookup[list[CocoObject]]:
     """Read the objects by image in a COCO file, without images that have none.
 
     Raises:
         UsageError: unreadable, another format, or no objects.
     """
-    try:
-        text = read_text(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read ({error}); expected a COCO file") from None
     by_name: dict[str, list[CocoObject]] = {}
-    for name, thing in _parse_coco(path, text):
+    for name, thing in _parse_coco(path, _read_file(f"{path}", path, "a COCO file")[0]):
         by_name.setdefault(normalize_name(name), []).append(thing)
     if not by_name:
         raise UsageError(f"{path}: no boxes in it")
@@ -190,20 +274,19 @@ def read_objects(path: Path) -> PathLookup[list[CocoObject]]:
 
 def _parse_coco(path: Path, text: str) -> Iterator[tuple[str, CocoObject]]:
     try:
-        # not msgspec's JSON, which refuses the NaN that Python writes
-        coco = msgspec.convert(json.loads(text), _Coco, strict=False)
-        images = {image.id: image for image in coco.images}
-        categories = {category.id: category.name for category in coco.categories}
-        for entry in coco.annotations:
-            image, (x, y, width, height) = images[entry.image_id], entry.bbox
-            size = None if image.height is None or image.width is None else (int(image.height), int(image.width))
-            category = "" if entry.category_id is None else categories.get(entry.category_id, "")
+        document = json.loads(text)
+        images = {image["id"]: image for image in document["images"]}
+        categories = {category["id"]: f"{category['name']}" for category in document.get("categories", ())}
+        for entry in document["annotations"]:
+            image = images[entry["image_id"]]
+            x, y, width, height = map(float, entry["bbox"])
+            sides = [image.get(side) for side in ("height", "width")]
+            size = None if None in sides else (int(sides[0]), int(sides[1]))
+            category = categories.get(entry.get("category_id"), "")
             box = (x, y, x + width, y + height)
-            yield image.file_name, CocoObject(category, box, entry.segmentation or None, size)
-    except (msgspec.ValidationError, KeyError, ValueError, OverflowError, RecursionError) as error:
+            yield f"{image['file_name']}", CocoObject(category, box, entry.get("segmentation") or None, size)
+    except _NOT_THE_FORMAT as error:
         expected = "expected images with id and file_name, annotations with image_id and bbox"
-        if text.lstrip().startswith("["):
-            expected += "; export COCO from Label Studio"
         raise UsageError(f"{path}: not a COCO file ({first_line(error)}); {expected}") from None
 
 
@@ -218,16 +301,16 @@ def annotate(images: Iterable[InputImage], crops: Crops | None, labels: Labels |
         if position is None:
             position = itertools.count(image.index or 0)
         path, error = unescape_name(image.name or ""), image.error
-        image_crops: Sequence[Crop] = [Crop(None)]
+        image_crops = [Crop(None)]
         if error is None and crops is not None:
             try:
                 image_crops = crops.find_all(path)
             except ImageError as no_crop:
                 error = no_crop
         label = None if labels is None else labels.find(path)
-        for crop, detection in image_crops:
+        for crop in image_crops:
             index = None if image.index is None else next(position)
-            yield replace(image, crop=crop, label=label, error=error, index=index, detection=detection)
+            yield replace(image, crop=crop.box, label=label, error=error, index=index, detection=crop.detection)
 
 
 class FolderLabels:
@@ -236,7 +319,7 @@ class FolderLabels:
     identity = FOLDERS
 
     def find(self, path: str) -> str | None:
-        """Return the name of the image's folder; None for a bare file name. A bucket or a server is not a folder."""
+        """Return the name of the image's folder; None for a bare file name. A bucket is not a folder."""
         if is_url(path):
             path = path.partition("://")[2].partition("/")[2]
         folder = path.rpartition("/")[0].rpartition("/")[2]
@@ -273,17 +356,10 @@ def read_labels(text: str) -> Labels:
     """Return the labels of `--labels`: `folders`, or a CSV file; raise UsageError if that cannot be used."""
     if text == FOLDERS:
         return FolderLabels()
-    if is_url(text):
-        raise UsageError(f"--labels {redact(text)}: a URL is not read here; download the file, and give its path")
-    path, shown = Path(text), f"--labels {text}"
-    try:
-        text = read_text(path, "surrogateescape")
-        identity = f"{path.name}, sha256 {compute_sha256(path)}"
-    except OSError as error:
-        expected = "expected `folders`, or a CSV file with the columns image and label"
-        raise UsageError(f"{shown}: cannot be read ({error.strerror or error}); {expected}") from None
+    shown = f"--labels {redact(text)}"
+    content, identity = _read_file(shown, Path(text), "`folders`, or a CSV file with the columns image and label")
     by_name: dict[str, str] = {}
-    for line, (name, label) in _read_csv(shown, text, ("image", "label"))[1]:
+    for line, _, (name, label) in _read_csv(shown, content, ("image", "label")):
         if not name or not label:
             raise UsageError(f"{shown}: line {line} lacks an image's name or its label")
         name = normalize_name(name)

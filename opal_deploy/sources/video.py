@@ -5,7 +5,7 @@ There is no seeking, since only decoding all frames gives the same ones each tim
 
     not_a_video        no demuxer recognises it
     no_frames          only audio, or no frame that can be decoded
-    unsupported_video  no decoder for its codec, HDR, or no time stamps to choose frames by
+    unsupported_video  no decoder for its codec, FFV1, HDR, or no time stamps to choose frames by
     truncated_video    it ends before its header says; the frames before that are good
     corrupt_video      parts of it cannot be decoded; the frames before and after are good
     corrupt_frame      this frame, or one that it is predicted from, is damaged
@@ -24,18 +24,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Self
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.errors import ImageError, UsageError, first_line, require
 from opal_deploy.preprocess.decode import MAX_PIXELS, open_file
-from opal_deploy.preprocess.decode_errors import is_box_cut
 from opal_deploy.remote import is_url
-from opal_deploy.sources.image import FrameInfo, InputImage
-from opal_deploy.sources.items import FRAME_NAME, is_video_name
+from opal_deploy.sources.image import FrameInfo, InputImage, is_video_name
 from opal_deploy.worker_pool import WorkerCrashed, WorkerPool, WorkerTimeout
+
+VIDEO_CODES = ("not_a_video", "no_frames", "unsupported_video", "truncated_video", "corrupt_video", "corrupt_frame")
 
 # others may refer to further files, or to the network
 _CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,mxf"
@@ -43,8 +43,6 @@ _CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,mxf"
 _HDR = {16: "PQ", 18: "HLG"}
 # a distant frame takes several calls, so that the time limit applies to lack of progress
 _CALL_SECONDS = 1.0
-_AFTER_THE_END = 10**15
-_HOW = "choose its frames by `infer --every 1s`, or --every 30 for every 30th, or name one: {}#frame=0"
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,6 @@ class Sampling:
         return f"{self.frames}" if self.seconds is None else f"{float(self.seconds):g}s"
 
 
-ALL_FRAMES = Sampling(frames=1)
-
-
 class Frame(NamedTuple):
     """A frame's place, and its pixels, uint8 [H, W, 3] RGB, or its error (`corrupt_frame`)."""
 
@@ -85,12 +80,11 @@ def require_pyav() -> None:
     require("av", "video", "reading videos", pip_name="PyAV (av)")
 
 
-# a chosen frame's place, PyAV's frame, and whether it is damaged; None at short intervals between them
-_Step = tuple[FrameInfo, Any, bool] | None
+def _decode_video(path: Path, sampling: Sampling, max_pixels: int) -> Iterator[Frame | None]:
+    """Yield the chosen frames, and None at short intervals between them.
 
-
-def _decode_video(path: Path, sampling: Sampling, max_pixels: int) -> Iterator[_Step]:
-    """Yield the chosen frames; raise ImageError after the last one if the video is damaged."""
+    Raises ImageError after the last frame if the video is damaged.
+    """
     with open_file(path) as file:
         digest = hashlib.sha256()
         while chunk := file.read(1 << 20):
@@ -99,46 +93,50 @@ def _decode_video(path: Path, sampling: Sampling, max_pixels: int) -> Iterator[_
         with _open_container(file) as container:
             stream = _find_stream(container, max_pixels)
             rate = stream.average_rate or stream.guessed_rate
-            seconds = following = offset = next_time = Fraction()
+            seconds = offset = next_time = Fraction()
+            matrix: list[int] | None = None
             for index, (frame, damaged) in enumerate(_decode_frames(container, stream)):
-                if frame.color_trc in _HDR:
-                    what = f"it is HDR ({_HDR[frame.color_trc]}), which is not read; convert it to SDR"
-                    raise ImageError("unsupported_video", what)
                 base = frame.time_base or stream.time_base
                 is_timed = frame.pts is not None and base is not None
-                stamp = frame.pts * Fraction(base) if is_timed else following + offset
+                expected = seconds + (1 / Fraction(rate) if index and rate else 0)
+                stamp = frame.pts * Fraction(base) if is_timed else expected + offset
                 # time stamps of joined recordings begin again
                 if not index or stamp - offset < seconds:
-                    offset = stamp - following
+                    offset = stamp - expected
                 seconds = stamp - offset
-                following = seconds + (1 / Fraction(rate) if rate else 0)
-                is_timed = is_timed or bool(rate)
                 if sampling.seconds is None:
                     chosen = index % (sampling.frames or 1) == 0
-                elif not is_timed:
+                elif not is_timed and not rate:
                     raise ImageError("unsupported_video", "it has no time stamps; give --every a number of frames")
                 elif chosen := seconds >= next_time:
                     next_time = (seconds // sampling.seconds + 1) * sampling.seconds
-                if chosen:
-                    shown = round(float(seconds), 6) if is_timed else None
-                    yield FrameInfo(path, index, shown, digest.hexdigest()), frame, damaged
-                yield None
+                if not chosen:
+                    yield None
+                    continue
+                shown = round(float(seconds), 6) if is_timed or rate else None
+                info = FrameInfo(path, index, shown, digest.hexdigest())
+                if damaged:
+                    why = "its data, or that of a frame that it is predicted from, is damaged"
+                    yield Frame(info, ImageError("corrupt_frame", why))
+                    continue
+                if matrix is None:
+                    # once, since only the garbage collector frees a frame whose side data was read
+                    side_data = [data for data in frame.side_data if data.type.name == "DISPLAYMATRIX"]
+                    matrix = np.frombuffer(side_data[0], np.int32).tolist() if side_data else []
+                yield Frame(info, _to_pixels(frame, matrix))
 
 
 def _open_container(file: BinaryIO) -> Any:
     import av
 
-    size = file.tell()
-    if not size:
+    if not file.tell():
         raise ImageError("empty_file", "the file has zero bytes")
     file.seek(0)
     try:
         return av.open(file, "r", options={"format_whitelist": _CONTAINERS})
     except Exception:  # whatever FFmpeg finds
-        file.seek(0)
-        if file.read(8)[4:] == b"ftyp" and is_box_cut(file, size):
-            raise ImageError("truncated_video", "it ends before its index; copy or record it again") from None
-        raise ImageError("not_a_video", "no demuxer recognises it as a video") from None
+        reason = "no demuxer recognises it as a video, or it ends before its index"
+        raise ImageError("not_a_video", reason) from None
 
 
 def _find_stream(container: Any, max_pixels: int) -> Any:
@@ -149,8 +147,9 @@ def _find_stream(container: Any, max_pixels: int) -> Any:
     if not streams:
         raise ImageError("no_frames", "it has no video, perhaps only sound")
     stream = streams[0]
-    if stream.codec_context is None:
-        raise ImageError("unsupported_video", "this FFmpeg has no decoder for its codec; convert it to H.264")
+    # FFV1's decoder fills what is damaged of a frame from the one before, and marks nothing
+    if stream.codec_context is None or stream.codec_context.name == "ffv1":
+        raise ImageError("unsupported_video", "its codec is not read; convert it to H.264")
     if stream.width * stream.height > max_pixels:
         limit = f"over the limit of {max_pixels:,} (--max-pixels)"
         raise ImageError("too_many_pixels", f"{stream.width}x{stream.height} is {limit}")
@@ -169,7 +168,7 @@ def _decode_frames(container: Any, stream: Any) -> Iterator[tuple[Any, bool]]:
     """Yield each frame, and whether it or one before it is damaged; then raise ImageError if frames are missing."""
     import av
 
-    frames = packets = errors = 0
+    frames = errors = 0
     damaged = is_cut = False
     # of all streams: sound may be longer than the video
     end, problem = Fraction(), ""
@@ -179,46 +178,31 @@ def _decode_frames(container: Any, stream: Any) -> Iterator[tuple[Any, bool]]:
                 end = max(end, (packet.pts + (packet.duration or 0)) * packet.time_base)
             if packet.stream is not stream:
                 continue
-            if packet.size:
-                packets, is_cut = packets + 1, packet.is_corrupt
+            # the last packet is empty
+            is_cut = packet.is_corrupt if packet.size else is_cut
             try:
-                decoded, is_wrong = _decode_packet(stream, packet)
+                decoded = stream.decode(packet)
             except av.FFmpegError:
                 errors, damaged = errors + 1, True
                 continue
             for frame in decoded:
+                if frame.color_trc in _HDR:
+                    what = f"it is HDR ({_HDR[frame.color_trc]}), which is not read; convert it to SDR"
+                    raise ImageError("unsupported_video", what)
                 frames += 1
-                damaged = is_wrong or frame.is_corrupt or (damaged and not frame.key_frame)
+                damaged = frame.is_corrupt or (damaged and not frame.key_frame)
                 yield frame, damaged
     except av.FFmpegError as error:
         problem = first_line(error)
     # FFmpeg counts in microseconds; headers round, and count the last frame's duration or not
     duration, start = (Fraction(value or 0, 1_000_000) for value in (container.duration, container.start_time))
-    is_short = duration - (end - start) > min(Fraction(1), duration / 20)
-    if is_cut or (packets < 0.99 * stream.frames - 1 if stream.frames else is_short):
-        whole = f" of {stream.frames}" if stream.frames else f", {float(end - start):.1f} s of {float(duration):.1f} s"
-        raise ImageError("truncated_video", f"it ends after {frames} frames{whole}; copy or record it again")
+    if is_cut or duration - (end - start) > min(Fraction(1), duration / 20):
+        raise ImageError("truncated_video", f"it ends early, after {frames} frames; copy or record it again")
     if errors or problem:
-        reason = problem or f"{errors} of its {packets} packets cannot be decoded"
+        reason = problem or f"{errors} of its packets cannot be decoded"
         raise ImageError("corrupt_video", f"it is damaged: {reason}; what can be read of it was answered")
     if not frames:
         raise ImageError("no_frames", "it has no frame")
-
-
-def _decode_packet(stream: Any, packet: Any) -> tuple[list[Any], bool]:
-    """Return the packet's frames, and whether one of its checksums is wrong."""
-    from av import logging
-
-    if stream.codec_context.name != "ffv1":
-        return stream.decode(packet), False
-    # FFmpeg fills the slices in question from the previous frame, and only its log says so
-    level = logging.get_level()
-    logging.set_level(logging.ERROR)
-    try:
-        with logging.Capture() as errors:
-            return stream.decode(packet), bool(errors)
-    finally:
-        logging.set_level(level)
 
 
 def _to_pixels(frame: Any, matrix: list[int]) -> NDArray[np.uint8]:
@@ -237,103 +221,49 @@ def _to_pixels(frame: Any, matrix: list[int]) -> NDArray[np.uint8]:
     return np.ascontiguousarray(pixels, np.uint8)
 
 
-class _OpenVideo:
-    """The video that is being decoded, from beginning to end; for one thread."""
-
-    def __init__(self) -> None:
-        self._key: tuple[str, Sampling, int] | None = None
-        self._steps: Iterator[_Step] = iter(())
-        self._next_index = 0
-        self._matrix: list[int] | None = None
-
-    def read(self, path: str, sampling: Sampling, first: int, max_pixels: int) -> Frame | bool:
-        """Return the next of the chosen frames from `first` on; True: not reached yet, False: after the last one."""
-        key, until = (path, sampling, max_pixels), time.monotonic() + _CALL_SECONDS
-        if self._key != key or self._next_index > first:
-            self._key, self._next_index, self._matrix = key, 0, None
-            self._steps = _decode_video(Path(path), sampling, max_pixels)
-        try:
-            for step in self._steps:
-                if step is not None and step[0].index >= first:
-                    return self._finish(*step)
-                if time.monotonic() > until:
-                    return True
-        except ImageError:
-            self._key = None
-            raise
-        self._key = None
-        return False
-
-    def _finish(self, info: FrameInfo, frame: Any, damaged: bool) -> Frame:
-        self._next_index = info.index + 1
-        if damaged:
-            why = "its data, or that of a frame that it is predicted from, is damaged"
-            return Frame(info, ImageError("corrupt_frame", why))
-        if self._matrix is None:
-            # once, since only the garbage collector frees a frame whose side data was read
-            data = [data for data in frame.side_data if data.type.name == "DISPLAYMATRIX"]
-            self._matrix = np.frombuffer(data[0], np.int32).tolist() if data else []
-        return Frame(info, _to_pixels(frame, self._matrix))
+# of a worker process: the video that it is decoding
+_steps: Iterator[Frame | None] | None = None
 
 
-# of a worker process
-_open_video = _OpenVideo()
+def _start_in_worker(path: Path, sampling: Sampling, max_pixels: int) -> None:
+    global _steps
+    _steps = _decode_video(path, sampling, max_pixels)
 
 
-def _read_in_worker(path: str, sampling: Sampling, first: int, max_pixels: int) -> Frame | bool:
-    return _open_video.read(path, sampling, first, max_pixels)
+def _advance_in_worker() -> Frame | bool:
+    """Return the next frame; True: not reached after a while, False: after the last one."""
+    if _steps is None:
+        raise ImageError("decoder_crashed", "its decoder was killed")
+    until = time.monotonic() + _CALL_SECONDS
+    for frame in _steps:
+        if frame is not None or time.monotonic() > until:
+            return True if frame is None else frame
+    return False
 
 
-class FrameReader:
-    """Reads frames of videos, for one thread at a time; a context manager, which ends its process."""
-
-    def __init__(self, max_pixels: int = MAX_PIXELS, *, isolate: bool = False, timeout: float | None = None) -> None:
-        """Start nothing yet; `isolate`: decode in a process, with a `timeout` in seconds without progress."""
-        self._max_pixels, self._timeout, self._open_video = max_pixels, timeout, _OpenVideo()
-        self._pool = WorkerPool(1, timeout) if isolate else None
-
-    def read(self, path: Path, sampling: Sampling, first: int = 0) -> Frame | None:
-        """Return the next of the chosen frames from the index `first` on; None after the last one.
-
-        Frames that are read in order are decoded once.
-
-        Raises:
-            ImageError: the video is damaged; after all frames that can be read.
-            StoppedEarly: no process can be started. MissingExtra: PyAV is not installed.
-        """
-        require_pyav()
-        arguments, crashes = (str(path), sampling, first, self._max_pixels), 0
-        while True:
-            try:
-                if self._pool is None:
-                    frame = self._open_video.read(*arguments)
-                else:
-                    frame = self._pool.call(_read_in_worker, *arguments)
-            except WorkerCrashed as crash:
-                # the first crash may be a lack of memory; a new process decodes up to the frame again
-                crashes += 1
-                if crashes < 2:
-                    continue
-                raise ImageError("decoder_crashed", f"its decoder {crash}, each of 2 times") from None
-            except WorkerTimeout:
-                why = f"its decoder stood still for {self._timeout or 0:g} s; raise --decode-timeout"
-                raise ImageError("decode_timeout", why) from None
-            if not isinstance(frame, bool):
-                return frame
-            if not frame:
-                return None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        if self._pool is not None:
-            self._pool.close()
+def _decode_isolated(pool: WorkerPool, path: Path, sampling: Sampling, options: VideoOptions) -> Iterator[Frame | None]:
+    """Yield as `_decode_video`, from a process; if that crashes or makes no progress, raise ImageError."""
+    try:
+        pool.call(_start_in_worker, path, sampling, options.max_pixels)
+        while step := pool.call(_advance_in_worker):
+            yield None if isinstance(step, bool) else step
+    except WorkerCrashed as crash:
+        raise ImageError("decoder_crashed", f"its decoder {crash}") from None
+    except WorkerTimeout:
+        why = f"its decoder stood still for {options.timeout or 0:g} s; raise --decode-timeout"
+        raise ImageError("decode_timeout", why) from None
 
 
 @dataclass(frozen=True)
 class VideoOptions:
-    """The frames that are taken (None: only those that are named), and the arguments of `FrameReader`."""
+    """How videos are read.
+
+    Attributes:
+        sampling: the frames that are taken; None: a video is refused.
+        max_pixels: width times height above which a video is refused.
+        isolate: decode in a process.
+        timeout: seconds without progress after which the process is killed; None: no limit.
+    """
 
     sampling: Sampling | None = None
     max_pixels: int = MAX_PIXELS
@@ -341,98 +271,55 @@ class VideoOptions:
     timeout: float | None = None
 
 
-# for a call that takes only named frames
+# for a call that takes no videos
 NO_VIDEOS = VideoOptions()
-
-
-@dataclass(frozen=True)
-class FrameName:
-    """A frame's name: its video, and the number of frames before it."""
-
-    video: str
-    index: int
-
-
-def parse_frame_name(name: str) -> FrameName | None:
-    """Return the frame in a path such as `clip.mp4#frame=000120`; None for other paths, and if a file has the name."""
-    match = FRAME_NAME.fullmatch(name)
-    if match is None or not is_video_name(match[1]) or is_url(name) or os.path.lexists(name):
-        return None
-    return FrameName(match[1], int(match[2]))
 
 
 def check_video_input(text: str, sampling: Sampling | None) -> None:
     """Raise UsageError for a video on a server, or without a choice of frames, and MissingExtra without PyAV."""
-    if parse_frame_name(text) is not None:
-        require_pyav()
-    elif is_video_name(text) and is_url(text):
+    if is_video_name(text) and is_url(text):
         raise UsageError(f"{text}: videos are read from disks only; download it first")
-    elif is_video_name(text) and os.path.isfile(text):
+    if is_video_name(text) and os.path.isfile(text):
         if sampling is None:
-            raise UsageError(f"{text}: it is a video; {_HOW.format(text)}")
+            raise UsageError(f"{text}: {undivided_error()}")
         require_pyav()
+
+
+def undivided_error() -> ImageError:
+    """Return the error of a video that is listed where no frames of videos are chosen."""
+    return ImageError("not_an_image", "it is a video; choose its frames by `infer --every 1s`, or --every 30 (frames)")
 
 
 def expand_videos(items: Iterable[InputImage], options: VideoOptions) -> Iterator[InputImage]:
     """Yield the images, with the chosen frames in place of each video, after them an error if it is damaged."""
-    with FrameReader(options.max_pixels, isolate=options.isolate, timeout=options.timeout) as reader:
+    pool = WorkerPool(1, options.timeout) if options.isolate else None
+    try:
         for item in items:
-            if item.error is not None or not isinstance(item.source, Path):
+            if item.error is not None or not isinstance(item.source, Path) or not is_video_name(item.source.name):
                 yield item
-            elif (name := parse_frame_name(str(item.source))) is not None:
-                yield _read_frame(reader, name, item)
-            elif is_video_name(item.source.name):
-                yield from _sample_frames(reader, item, item.source, options.sampling)
+            elif options.sampling is None:
+                yield replace(item, error=undivided_error())
             else:
-                yield item
+                require_pyav()
+                yield from _expand_video(item, item.source, options.sampling, options, pool)
+    finally:
+        if pool is not None:
+            pool.close()
 
 
-def undivided_error(video: Path) -> ImageError:
-    """Return the error of a video that is listed where no frames of videos are chosen."""
-    return ImageError("not_an_image", f"it is a video; {_HOW.format(video)}")
-
-
-def find_frame(reader: FrameReader, path: Path, item: InputImage, *, at_end: bool = False) -> InputImage:
-    """Return the recorded image at `path` with the pixels of its frame; an image that is not a frame stays as it is.
-
-    `at_end`: read all of a video that has an error record, to find its error.
-    """
-    name = parse_frame_name(str(path))
-    if name is None and at_end and is_video_name(path.name) and os.path.isfile(path):
-        name = FrameName(str(path), _AFTER_THE_END)
-    return item if name is None else _read_frame(reader, name, item)
-
-
-def _read_frame(reader: FrameReader, name: FrameName, item: InputImage) -> InputImage:
-    """Return the image with the pixels of the frame, or with its error."""
-    try:
-        frame = reader.read(Path(name.video), ALL_FRAMES, name.index)
-    except ImageError as error:
-        return replace(item, error=error)
-    if frame is None:
-        return replace(item, error=ImageError("not_found", f"{name.video} has no frame {name.index}"))
-    return _with_frame(item, frame)
-
-
-def _sample_frames(
-    reader: FrameReader, item: InputImage, video: Path, sampling: Sampling | None
+def _expand_video(
+    item: InputImage, video: Path, sampling: Sampling, options: VideoOptions, pool: WorkerPool | None
 ) -> Iterator[InputImage]:
-    if sampling is None:
-        yield replace(item, error=undivided_error(video))
-        return
+    if pool is None:
+        frames = _decode_video(video, sampling, options.max_pixels)
+    else:
+        frames = _decode_isolated(pool, video, sampling, options)
     try:
-        first = 0
-        while (frame := reader.read(video, sampling, first)) is not None:
-            first = frame.info.index + 1
-            mark = f"#frame={frame.info.index:06d}"
-            yield _with_frame(InputImage.at(Path(f"{video}{mark}"), f"{item.relative}{mark}"), frame)
-            # a frame may take tens of megabytes, and the next one is decoded meanwhile
-            del frame
+        for frame in frames:
+            if frame is not None:
+                mark, content = f"#frame={frame.info.index:06d}", frame.content
+                error, pixels = (content, None) if isinstance(content, ImageError) else (None, content)
+                named = InputImage.at(Path(f"{video}{mark}"), f"{item.relative}{mark}", error, pixels)
+                yield replace(named, frame=frame.info)
     except ImageError as error:
         yield replace(item, error=error)
-
-
-def _with_frame(item: InputImage, frame: Frame) -> InputImage:
-    if isinstance(frame.content, ImageError):
-        return replace(item, error=frame.content, frame=frame.info)
-    return replace(item, source=frame.content, frame=frame.info)

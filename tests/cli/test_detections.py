@@ -48,9 +48,8 @@ def test_each_animal_is_a_record_and_a_classification_of_its_detection(tmp_path,
     records = read_results(tmp_path / "out")
     numbers = [(record["image"], record["image_index"], record.get("detection")) for record in records]
     assert numbers == [("in/000.png", 0, 0), ("in/000.png", 1, 2), ("in/002.png", 2, None), ("in/003.png", 3, None)]
-    assert [record["error"]["message"] for record in records[2:]] == [
-        "the detector failed on it: Failure image access", "found.json has no such image",
-    ]  # fmt: skip
+    # the detector failed on one, and did not see the other
+    assert [record["error"]["code"] for record in records[2:]] == ["no_box", "no_box"]
     model = opal_deploy.load(exact_model, threads=1)
     for record, box in zip(records, (PIXELS[0], PIXELS[1]), strict=False):
         answer = model.predict(tmp_path / "in/000.png", boxes=box)
@@ -116,10 +115,10 @@ def test_killed_within_an_image_it_goes_on_with_its_next_animal(tmp_path, exact_
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"images": None}, r"not MegaDetector's results \(Expected `array`, got `null`"),
+        ({"images": None}, "not MegaDetector's results"),
         ({"images": []}, "no images in it"),
-        ({"detection_categories": {"1": "dog"}}, "detection_categories are dog; expected animal among them"),
-        ({"images": [{"file": "a.png"}, {"file": "./a.png"}]}, "2 entries for a.png; expected one per image"),
+        ({"detection_categories": {"1": "dog"}}, "has no animal"),
+        ({"images": [{"file": "a.png"}, {"file": "./a.png"}]}, "two entries for a.png"),
     ],
 )
 def test_other_results_are_refused_in_one_line(tmp_path, exact_model, trap, opal, keys, message):

@@ -104,8 +104,8 @@ def test_shards_and_boxes_choose_parts_of_the_whole(infer, pictures, tmp_path):
     ("arguments", "message"),
     [
         (["in", "misspelt"], "misspelt: no such file or folder"),
-        (["empty"], "empty: no images in it or below; expected files such as .jpg or .png"),
-        (["-"], "standard input named no image; expected one path a line"),
+        (["empty"], "empty: no images in it; expected files such as .jpg or .png"),
+        (["-"], "it named no image; expected one path a line"),
         (["in", "--shard", "0/3"], "shard '0/3': expected i/n with i from 1 to n, such as 1/4"),
         (["in", "--shard", "²/3"], "shard '²/3': expected i/n"),
         (["in", "--boxes", "none.csv"], "none.csv: cannot be read (No such file or directory); expected a CSV or COCO"),

@@ -14,8 +14,7 @@ from opal_deploy.predict import prepare
 from opal_deploy.predict.prepare import content_sha256, read_remote
 from opal_deploy.remote import FileFingerprint, RemoteFile
 from opal_deploy.sources.discovery import discover
-from opal_deploy.sources.image import InputImage
-from opal_deploy.sources.items import Skipped
+from opal_deploy.sources.image import InputImage, Skipped
 from tests.bright import BrightSession, code, predict, save
 
 

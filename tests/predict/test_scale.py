@@ -15,7 +15,7 @@ from PIL import Image
 from opal_deploy.predict.executor import predict_stream
 from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.sources.discovery import discover
-from opal_deploy.sources.items import Skipped
+from opal_deploy.sources.image import Skipped
 from tests.bright import BrightSession
 
 SIZE = (128, 128)

@@ -9,6 +9,7 @@ import re
 import struct
 import sys
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from opal_deploy.errors import ImageError
 from opal_deploy.preprocess import decode as decode_module
+from opal_deploy.preprocess import resize
 from opal_deploy.preprocess.decode import Decoding, decode, decode_for_input
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import to_input
@@ -101,7 +103,7 @@ def test_photographs_have_pillows_pixels(photographs, decoding, most):
     chosen = photographs[::8]
     assert len(chosen) >= 30
     for path in chosen:
-        expected, image = pillow_image(path), decode(path, decoding=Decoding(decoding))
+        expected, image = pillow_image(path), decode(path)
         assert difference(image, expected) == 0, path
         # smaller, larger, and one side each
         for height, width in ((160, 224), (448, 448), (700, 96)):
@@ -109,86 +111,53 @@ def test_photographs_have_pillows_pixels(photographs, decoding, most):
             assert difference(ours, expected.resize((width, height), BILINEAR)) <= most, (path, height, width)
 
 
-@pytest.mark.parametrize("size", [(2_500_000, 1), (1, 2_500_000)], ids=["wide", "tall"])
-def test_a_side_of_millions_of_pixels_is_averaged_first(monkeypatch, size):
+def test_a_side_of_millions_of_pixels_is_averaged_first(monkeypatch):
     # Pillow's weights for it would take 40 megabytes, for 90 million pixels 1.4 gigabytes
     sides, resize = [], Image.Image.resize
     monkeypatch.setattr(Image.Image, "resize", lambda self, *how: (sides.append(max(self.size)), resize(self, *how))[1])
-    slope = Image.linear_gradient("L").resize((1, 2500)).resize((1, 2_500_000)).convert("RGB")
-    image = slope if size[0] == 1 else slope.transpose(Image.Transpose.ROTATE_90)
-    found = to_input(image, compute_geometry(image), (8, 8), Decoding.exact)
+    image = Image.linear_gradient("L").resize((1, 2500)).resize((1, 2_500_000)).convert("RGB")
+    averaged = to_input(image, compute_geometry(image), (8, 8), Decoding.exact)
     assert sides[-1] < 1_000_000
     monkeypatch.undo()
-    assert difference(found, image.resize((8, 8), BILINEAR)) <= 1
+    assert difference(averaged, image.resize((8, 8), BILINEAR)) <= 1
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 900), (900, 1), (2, 3), (64, 64), (500, 2)])
-@pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_images_of_every_shape_are_pillows_within_a_count(size, mode):
+@pytest.mark.parametrize("size", [(1, 1), (1, 900), (900, 1), (64, 64), (500, 2)])
+def test_images_of_every_shape_are_resized_as_by_pillow_within_a_count(size):
     slope = np.linspace(0, 255, size[0] * size[1] * 3).reshape(size[1], size[0], 3).astype(np.uint8)
-    data = encoded(Image.fromarray(slope).convert(mode), "JPEG", quality=90)
-    expected, image = pillow_image(data), decode(data)
-    assert difference(image, expected) == 0
-    assert difference(to_input(image, compute_geometry(image), (64, 64)), expected.resize((64, 64), BILINEAR)) <= 1
-
-
-@pytest.mark.parametrize("subsampling", ["4:4:4", "4:2:2", "4:2:0"])
-@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_rows": 1}, {"quality": 5}], ids=str)
-def test_jpeg_of_every_kind_has_pillows_pixels(subsampling, options):
-    data = encoded(NOISE.resize((75, 53)), "JPEG", subsampling=subsampling, **options)
-    assert np.array_equal(decoded_pixels(data), np.asarray(pillow_image(data)))
+    image = Image.fromarray(slope)
+    assert difference(to_input(image, compute_geometry(image), (64, 64)), image.resize((64, 64), BILINEAR)) <= 1
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize(("decoding", "most"), [("exact", 1), ("default", 1), ("fast", 8)])
-def test_an_oriented_jpeg_is_turned_whatever_decodes_it(orientation, decoding, most):
+def test_an_oriented_jpeg_is_turned_even_if_it_is_decoded_at_a_fraction_of_its_size(orientation):
     smooth = NOISE.resize((4, 3)).resize((401, 303), Image.Resampling.BICUBIC)
     data = encoded(smooth, "JPEG", orientation, quality=95)
     expected = pillow_image(data)
-    image, geometry = decode_for_input(data, (60, 80), decoding=Decoding(decoding))
+    image, geometry = decode_for_input(data, (60, 80), decoding=Decoding.fast)
     assert (geometry.width, geometry.height) == expected.size
-    # scaled decoding keeps all that the input needs
-    assert image.width >= 80
-    assert image.height >= 60
-    ours = to_input(image, geometry, (60, 80), Decoding(decoding))
-    assert difference(ours, expected.resize((80, 60), BILINEAR)) <= most
+    # it keeps all that the input needs
+    assert (image.width >= 80, image.height >= 60, image.width < 300) == (True, True, True)
+    ours = to_input(image, geometry, (60, 80))
+    assert difference(ours, expected.resize((80, 60), BILINEAR)) <= 8
 
 
-def test_fast_decodes_a_large_jpeg_to_a_part_of_its_size():
-    data = encoded(NOISE.resize((1001, 701)), "JPEG")
-    image, geometry = decode_for_input(data, (100, 100), decoding=Decoding.fast)
-    assert (geometry.width, geometry.height) == (1001, 701)
-    assert 100 <= image.width <= 251
-    # the whole image is what other callers get
-    assert decode(data, decoding=Decoding.fast).size == (1001, 701)
-
-
-@pytest.mark.parametrize("library", ["simplejpeg", "cykooz_resizer"])
-def test_without_a_library_pillow_does_its_work(library, monkeypatch):
-    assert decode_module.missing_libraries() == []
-    monkeypatch.setitem(sys.modules, library, None)
-    decode_module.import_faster.cache_clear()
-    try:
-        image = decode(JPEG)
-        resized = to_input(image, compute_geometry(image), (40, 40))
-        (line,) = decode_module.missing_libraries()
-    finally:
-        decode_module.import_faster.cache_clear()
-    assert library in line
-    assert difference(image, pillow_image(JPEG)) == 0
-    assert difference(resized, pillow_image(JPEG).resize((40, 40), BILINEAR)) <= 1
+def test_without_the_faster_library_pillow_resizes(monkeypatch):
+    monkeypatch.setattr(resize, "cykooz_resizer", None)
+    image = decode(JPEG)
+    resized = to_input(image, compute_geometry(image), (40, 40))
+    assert difference(resized, pillow_image(JPEG).resize((40, 40), BILINEAR)) == 0
 
 
 # how the camera stored what a viewer shows upright: 6 and 8 are stored turned the other way
 TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_90", "TRANSVERSE", "ROTATE_270")
-STORED = dict(enumerate(TURNS, 2))
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
-def test_every_exif_orientation_shows_the_same_image(orientation, kind):
-    stored = UPRIGHT.transpose(Image.Transpose[STORED[orientation]]) if orientation > 1 else UPRIGHT
-    assert np.array_equal(decoded_pixels(encoded(stored, kind, orientation)), PIXELS)
+@pytest.mark.parametrize(("orientation", "turn"), list(enumerate(TURNS, 2)))
+def test_every_exif_orientation_shows_the_same_image(orientation, turn):
+    stored = UPRIGHT.transpose(Image.Transpose[turn])
+    for kind in ("PNG", "TIFF"):
+        assert np.array_equal(decoded_pixels(encoded(stored, kind, orientation)), PIXELS)
 
 
 def test_an_image_with_damaged_exif_is_shown_as_it_is_stored():
@@ -236,12 +205,11 @@ def test_colours_are_a_viewers(data, expected):
     assert [tuple(pixel) for pixel in np.asarray(image)[0]] == expected
 
 
-@pytest.mark.parametrize("mode", ["LA", "RGBA", "PA", "I;16", "I"])
+@pytest.mark.parametrize("mode", ["RGBA", "I;16"])
 def test_a_large_image_converted_in_strips_has_the_same_pixels(monkeypatch, mode):
     noise = Image.effect_noise((30, 23), 90)
-    image = noise.convert("I") if mode in ("I;16", "I") else noise.convert("LA" if mode == "PA" else mode)
-    image = image.convert(mode) if image.mode != mode else image
-    if mode in ("LA", "RGBA"):
+    image = noise.convert("I").convert("I;16") if mode == "I;16" else noise.convert(mode)
+    if mode == "RGBA":
         image.putalpha(noise.rotate(180))
     expected, claims = decode(image), []
     monkeypatch.setattr(decode_module, "_LARGE_PIXELS", 4 * 30)
@@ -254,23 +222,16 @@ def test_every_mode_that_pillow_returns_becomes_rgb(mode):
     assert decode(Image.new(mode, (3, 2))).mode == "RGB"
 
 
-@pytest.mark.data
-def test_lab_looks_like_the_same_image_in_rgb(odd_images):
-    lab = decoded_pixels(odd_images / "colour__python-pillow-pillow__hopper.Lab.tif").astype(int)
-    rgb = decoded_pixels(odd_images / "exif__python-pillow-pillow__hopper.jpg").astype(int)
-    assert np.abs(lab - rgb).mean() < 8
-
-
-SOURCES = {
-    "array": (PIXELS, PIXELS),
-    "strided array": (PIXELS[:, ::2], PIXELS[:, ::2]),
-    "grey array": (PIXELS[..., 0], np.repeat(PIXELS[..., :1], 3, 2)),
-    "PIL image": (UPRIGHT, PIXELS),
-    "bytes": (encoded(UPRIGHT), PIXELS),
-}
-
-
-@pytest.mark.parametrize(("source", "expected"), SOURCES.values(), ids=SOURCES)
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (PIXELS[:, ::2], PIXELS[:, ::2]),
+        (PIXELS[..., 0], np.repeat(PIXELS[..., :1], 3, 2)),
+        (UPRIGHT, PIXELS),
+        (encoded(UPRIGHT), PIXELS),
+    ],
+    ids=["strided array", "grey array", "PIL image", "bytes"],
+)
 def test_sources_other_than_paths_give_their_pixels(source, expected):
     assert np.array_equal(decoded_pixels(source), expected)
 
@@ -287,26 +248,22 @@ def test_a_pil_image_is_oriented_like_its_file_and_stays_as_it_was():
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n%%EOF\n"
 
 
-@pytest.mark.parametrize(
-    ("source", "code"),
-    [
-        pytest.param(b"", "empty_file", id="zero bytes"),
-        pytest.param(b"not an image at all", "not_an_image", id="text"),
-        pytest.param(bytes(4096), "not_an_image", id="zeros"),
-        pytest.param(JPEG[: len(JPEG) // 2], "truncated_image", id="a JPEG cut in half"),
-        pytest.param(encoded(NOISE)[:6000], "truncated_image", id="a PNG cut in half"),
-        pytest.param(encoded(Image.new("I", (4, 4), 70_000), "TIFF"), "unsupported_image", id="beyond 16 bits"),
-        pytest.param(encoded(Image.new("I", (4, 4), -1), "TIFF"), "unsupported_image", id="negative"),
-        pytest.param(EPS, "unsupported_image", id="EPS, on which Pillow would start Ghostscript"),
-        pytest.param(np.zeros((4, 4, 3), np.float32), "unsupported_image", id="float array"),
-        pytest.param(np.zeros((4, 4, 4), np.uint8), "unsupported_image", id="four channels"),
-        pytest.param(np.zeros((3, 4, 4), np.uint8), "unsupported_image", id="channels first"),
-        pytest.param(np.zeros((0, 4, 3), np.uint8), "unsupported_image", id="no rows"),
-        pytest.param(np.zeros(4, np.uint8), "unsupported_image", id="one dimension"),
-        pytest.param(Image.new("RGB", (0, 3)), "unsupported_image", id="PIL image without pixels"),
-        pytest.param("a\0.jpg", "unreadable", id="a name with a null byte"),
-    ],
-)
+BAD = {
+    "zero bytes": (b"", "empty_file"),
+    "text": (b"not an image at all", "not_an_image"),
+    "zeros": (bytes(4096), "not_an_image"),
+    "beyond 16 bits": (encoded(Image.new("I", (4, 4), 70_000), "TIFF"), "unsupported_image"),
+    "negative": (encoded(Image.new("I", (4, 4), -1), "TIFF"), "unsupported_image"),
+    "EPS, on which Pillow would start Ghostscript": (EPS, "unsupported_image"),
+    "float array": (np.zeros((4, 4, 3), np.float32), "unsupported_image"),
+    "channels first": (np.zeros((3, 4, 4), np.uint8), "unsupported_image"),
+    "no rows": (np.zeros((0, 4, 3), np.uint8), "unsupported_image"),
+    "PIL image without pixels": (Image.new("RGB", (0, 3)), "unsupported_image"),
+    "a name with a null byte": ("a\0.jpg", "unreadable"),
+}
+
+
+@pytest.mark.parametrize(("source", "code"), BAD.values(), ids=BAD)
 def test_a_bad_source_has_its_code(source, code):
     assert error_code(source) == code
 
@@ -329,29 +286,35 @@ HEIC = base64.b85decode(
 )
 
 
-CUT = [
-    ("JPEG", {}), ("PNG", {}), ("GIF", {}), ("WEBP", {}), ("AVIF", {}), ("JPEG2000", {}), ("TIFF", {}), ("BMP", {}),
-    ("TIFF", {"compression": "tiff_lzw"}), ("DDS", {}), ("ICO", {}), ("TGA", {}),
-    ("QOI", {}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "options"), CUT, ids=str)
-def test_a_file_of_any_kind_that_was_cut_is_truncated(kind, options):
-    data = encoded(NOISE, kind, **options)
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "TIFF", "BMP", "DDS", "TGA", "QOI"])
+def test_a_file_that_was_cut_is_truncated(kind):
+    data = encoded(NOISE, kind)
     assert error_code(data[: len(data) // 2]) == "truncated_image"
+
+
+@pytest.mark.parametrize("kind", ["WEBP", "AVIF", "JPEG2000", "ICO"])
+def test_a_cut_file_that_its_decoder_calls_damaged_is_to_be_copied_again(kind):
+    data = encoded(NOISE, kind)
+    assert "copy or download" in str(error_of(data[: len(data) // 2]))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_a_file_with_flipped_bytes_is_an_image_or_an_error(kind):
+    data = encoded(NOISE, kind)
+    for at in range(0, len(data), max(1, len(data) // 60)):
+        with suppress(ImageError):
+            # a flipped byte may claim any size
+            assert decode(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :], max_pixels=10**6).mode == "RGB"
 
 
 @pytest.mark.parametrize(
     ("source", "code", "word"),
     [
-        (encoded(NOISE, "TIFF", compression="jpeg")[:-9], "truncated_image", "TIFF"),
         (JPEG[:300], "truncated_image", "JPEG"),
         (TIFF_WITH_THREE_FLOATS, "unsupported_image", "TIFF"),
         (BMP_OF_2_BITS, "unsupported_image", "BMP"),
         (b"\x89HDF\r\n\x1a\n" + bytes(99), "unsupported_image", "HDF5"),
         (GIF_BOMB, "too_many_pixels", "--max-pixels"),
-        (HEIC[:-60], "truncated_image", "HEIC"),
         (b"\xff\x0a" + bytes(99), "unsupported_image", "JPEG XL"),
         (b"\n<!DOCTYPE html><title>404", "not_an_image", "web page"),
         (b"version https://git-lfs.github.com/spec/v1", "not_an_image", "Git LFS"),
@@ -374,40 +337,32 @@ def test_heic_is_decoded_where_its_package_is_installed_and_else_names_it(monkey
     assert pixels.shape == (16, 16, 3)
     assert np.abs(pixels.astype(int) - (200, 60, 20)).max() <= 8
     monkeypatch.setitem(sys.modules, "pi_heif", None)
+    monkeypatch.delitem(Image.OPEN, "HEIF")
+    monkeypatch.setattr(Image, "ID", [name for name in Image.ID if name != "HEIF"])
     error = error_of(HEIC)
     assert (error.code, "opal-deploy[heif]" in str(error)) == ("unsupported_image", True)
 
 
-def sparse_file(path):
+def test_a_path_that_is_no_image_file_has_its_code(tmp_path, monkeypatch):
+    path = tmp_path / "a.jpg"
+    assert error_code(path) == "not_found"
+    path.symlink_to(path)
+    assert error_code(path) == "unreadable"
+    path.unlink()
+    os.mkfifo(path)
+    # it is not waited for
+    assert (error_code(path), error_code(tmp_path)) == ("not_a_file", "not_a_file")
+    path.unlink()
     path.touch()
     os.truncate(path, 1 << 40)  # more than any memory, and no disk
+    assert error_code(path) == "not_an_image"
 
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize(
-    ("create", "code"),
-    [
-        pytest.param(lambda path: None, "not_found", id="missing"),
-        pytest.param(Path.mkdir, "not_a_file", id="folder"),
-        pytest.param(lambda path: path.symlink_to(path.with_name("gone.jpg")), "not_found", id="dangling link"),
-        pytest.param(lambda path: path.symlink_to(path), "unreadable", id="link to itself"),
-        pytest.param(os.mkfifo, "not_a_file", id="named pipe"),
-        pytest.param(sparse_file, "not_an_image", id="huge file"),
-    ],
-)
-def test_a_path_that_is_no_image_file_has_its_code(tmp_path, create, code):
-    create(tmp_path / "a.jpg")
-    assert error_code(tmp_path / "a.jpg") == code
-
-
-def test_a_file_without_permission_has_its_code(tmp_path, monkeypatch):
     # the superuser may read everything, so the refusal is put in by hand
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 
-    (tmp_path / "a.jpg").write_bytes(JPEG)
     monkeypatch.setattr(Path, "open", refuse)
-    assert error_code(tmp_path / "a.jpg") == "unreadable"
+    assert error_code(path) == "unreadable"
 
 
 def test_an_image_over_the_limit_is_refused_before_its_pixels_are_decoded(monkeypatch):
@@ -418,46 +373,38 @@ def test_an_image_over_the_limit_is_refused_before_its_pixels_are_decoded(monkey
     assert error_code(data, max_pixels=109) == "too_many_pixels"
 
 
-KNOWN_CODES = {
-    "not_found", "unreadable", "not_a_file", "empty_file", "not_an_image", "truncated_image", "corrupt_image",
-    "too_many_pixels", "unsupported_image",
-}  # fmt: skip
+CODES = {"empty_file", "not_an_image", "truncated_image", "corrupt_image", "too_many_pixels", "unsupported_image"}
 
 
 @pytest.mark.data
 def test_every_odd_file_decodes_or_has_a_known_code_whatever_decodes_it(odd_images):
     def outcome(path, decoding):
         try:
-            image = decode(path, decoding=decoding)
+            image = decode_for_input(path, (1000, 1000), decoding=decoding)[0]
         except ImageError as caught:
             return caught.code, str(caught)
         return image.mode, image.tobytes()
 
     paths = [path for path in sorted(odd_images.iterdir()) if path.name != "manifest.tsv"]
     assert len(paths) == 149
-    found = {path: outcome(path, Decoding.exact) for path in paths}
-    codes = [code for code, _ in found.values()]
-    assert [text for _, text in found.values() if isinstance(text, str) and LEAK.search(text)] == []
-    assert set(codes) <= KNOWN_CODES | {"RGB"}
+    outcomes = {path: outcome(path, Decoding.exact) for path in paths}
+    codes = [code for code, _ in outcomes.values()]
+    assert [text for _, text in outcomes.values() if isinstance(text, str) and LEAK.search(text)] == []
+    assert set(codes) <= CODES | {"RGB"}
     assert codes.count("RGB") > 90, "Pillow itself decodes about a hundred of them"
-    for decoding in (Decoding.default, Decoding.fast):
-        assert [path.name for path in paths if outcome(path, decoding) != found[path]] == []
+    assert [path.name for path in paths if outcome(path, Decoding.fast)[0] != outcomes[path][0]] == []
 
 
 @pytest.mark.data
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("broken__image-rs-jpeg-decoder__empty.jpg", "empty_file"),
-        ("broken__libvips-libvips__truncated.jpg", "truncated_image"),
         ("broken__libvips-libvips__truncated.gif", "truncated_image"),
-        ("broken__python-pillow-pillow__broken.png", "corrupt_image"),
         ("broken__python-pillow-pillow__broken_data_stream.png", "corrupt_image"),
         ("broken__python-pillow-pillow__badbitcount.bmp", "unsupported_image"),
         ("broken__python-pillow-pillow__seek_too_large.tif", "corrupt_image"),
         ("frames__python-pillow-pillow__chunk_no_fctl.png", "corrupt_image"),
         ("mislabelled__libvips-libvips__blankpage.svg", "not_an_image"),
-        ("colour__python-pillow-pillow__10ct_32bit_128.tiff", "unsupported_image"),
     ],
 )
 def test_real_broken_files_have_their_code(odd_images, name, expected):

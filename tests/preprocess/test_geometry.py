@@ -31,12 +31,9 @@ def with_block(size, block):
 
 @pytest.mark.parametrize(
     ("size", "box"),
-    [
-        ((400, 300), None), ((120, 690), None), ((400, 300), (40, 30, 200, 300)), ((400, 300), (0, 0, 33, 300)),
-        ((400, 300), (-50, -10, 900, 900)),
-    ],
-    ids=["whole", "tall", "cropped", "narrow crop", "crop over the edges"],
-)  # fmt: skip
+    [((120, 690), None), ((400, 300), (40, 30, 200, 300)), ((400, 300), (-50, -10, 900, 900))],
+    ids=["tall", "cropped", "crop over the edges"],
+)
 def test_a_bright_block_in_a_cells_box_lights_that_cell_alone(size, box):
     for row, col in product(range(GRID[0]), range(GRID[1])):
         geometry = compute_geometry(Image.new("RGB", size), box)
@@ -50,7 +47,6 @@ def test_a_bright_block_in_a_cells_box_lights_that_cell_alone(size, box):
         pytest.param((10.9, 20.9, 30.9, 40.9), (10, 20, 30, 40), id="truncated"),
         pytest.param((-3, -4.5, 30, 40), (0, 0, 30, 40), id="below zero"),
         pytest.param((10, 20, 101, 1e300), (10, 20, 100, 50), id="over the edge"),
-        pytest.param((0, 0, 100, 50), (0, 0, 100, 50), id="whole"),
         pytest.param((-0.5, 0, 1, 1), (0, 0, 1, 1), id="truncated towards zero"),
     ],
 )
@@ -58,14 +54,10 @@ def test_a_box_is_truncated_to_whole_pixels_and_cut_to_the_picture(box, crop):
     assert compute_geometry(Image.new("RGB", (100, 50)), box).crop == crop
 
 
-NO_PIXEL = {
-    "no width": (10, 10, 10, 20), "turned round": (20, 10, 10, 20), "no whole pixel": (10.1, 10, 10.9, 20),
-    "right of it": (100, 0, 120, 50), "left of it": (-20, 0, 0, 50), "NaN": (math.nan, 0, 10, 10),
-    "infinite": (0, 0, math.inf, 10),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("box", NO_PIXEL.values(), ids=NO_PIXEL)
+@pytest.mark.parametrize(
+    "box",
+    [(20, 10, 10, 20), (10.1, 10, 10.9, 20), (100, 0, 120, 50), (math.nan, 0, 10, 10), (0, 0, math.inf, 10)],
+)
 def test_a_box_without_a_pixel_of_the_picture_is_the_images_error(box):
     with pytest.raises(ImageError) as caught:
         compute_geometry(Image.new("RGB", (100, 50)), box)

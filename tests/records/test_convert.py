@@ -157,7 +157,7 @@ def test_coco():
 def test_coco_boxes_are_read_back_as_they_were(tmp_path):
     one = {**OK, "image": "a.jpg", "evidence": OK["evidence"][:1]}
     (tmp_path / "coco.json").write_text(json.dumps(to_coco([one])))
-    assert read_boxes(tmp_path / "coco.json").find("a.jpg") == (50.0, 0.0, 100.0, 12.5)
+    assert read_boxes(tmp_path / "coco.json").find_all("a.jpg") == [((50.0, 0.0, 100.0, 12.5), None, None)]
 
 
 def test_the_command_converts(opal, tmp_path):

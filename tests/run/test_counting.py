@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from opal_deploy.run.inputs import Inputs
-from opal_deploy.sources.items import Skipped
+from opal_deploy.sources.image import Skipped
 
 
 @pytest.fixture(autouse=True)

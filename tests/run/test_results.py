@@ -22,8 +22,7 @@ from opal_deploy.run.drawing import ReportOptions
 from opal_deploy.run.results import RecordWriter, ResumePoint, load_resume_point
 from opal_deploy.run.setup import RunOptions
 from opal_deploy.sources.discovery import discover
-from opal_deploy.sources.image import InputImage
-from opal_deploy.sources.items import Skipped
+from opal_deploy.sources.image import InputImage, Skipped
 from tests.bright import BrightSession, read_results, save, write_run
 
 

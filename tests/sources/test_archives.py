@@ -4,6 +4,7 @@ import gzip
 import io
 import os
 import pickle
+import stat
 import struct
 import tarfile
 import tracemalloc
@@ -19,19 +20,12 @@ from opal_deploy.records.names import unescape_name
 from opal_deploy.sources import archives
 from opal_deploy.sources.archives import TarMember, ZipMember
 from opal_deploy.sources.discovery import discover
-from opal_deploy.sources.items import Skipped
+from opal_deploy.sources.image import Skipped
+from tests.sources.packing import KINDS, add_member, pack
 
 NASTY = ["../../up.png", "/etc/root.png", "dir\\back.png", "a\nb.png", "same.png", "<script>.png", "C:\\x.png", "ü.png"]
-KINDS = {
-    "plain.tar": "w",
-    "packed.tgz": "w:gz",
-    "packed.tar.bz2": "w:bz2",
-    "packed.tar.xz": "w:xz",
-    "stored.zip": zipfile.ZIP_STORED,
-    "deflated.zip": zipfile.ZIP_DEFLATED,
-}
-ZIPS = ["stored.zip", "deflated.zip"]
 every_kind = pytest.mark.parametrize("kind", KINDS)
+each_reader = pytest.mark.parametrize("kind", ["plain.tar", "packed.tgz", "deflated.zip"])
 
 
 def png(shade):
@@ -42,26 +36,6 @@ def png(shade):
 
 def numbered(count, tail=b""):
     return {f"{number}.png": png(number) + tail for number in range(count)}
-
-
-def add_member(tar, name, data, kind=tarfile.REGTYPE, target=""):
-    info = tarfile.TarInfo(name)
-    info.type, info.linkname, info.size = kind, target, len(data)
-    tar.addfile(info, io.BytesIO(data))
-
-
-def pack(path, content, kind=""):
-    """Write an archive of the kind that its name says, or of another one."""
-    mode = KINDS[kind or path.name]
-    if isinstance(mode, str):
-        with tarfile.open(path, mode, format=tarfile.PAX_FORMAT) as tar:
-            for name, data in content.items():
-                add_member(tar, name, data)
-    else:
-        with zipfile.ZipFile(path, "w", mode) as archive:
-            for name, data in content.items():
-                archive.writestr(name, data)
-    return path
 
 
 def items(*inputs, skipped=None):
@@ -108,55 +82,35 @@ def test_members_come_in_order_and_other_members_are_counted(tmp_path, kind):
     assert [item.name for item in members] == [f"{path}/b.png", f"{path}/a/x.png", f"{path}/a/c.PNG"]
     # a decode process reads them; only a compressed tar's bytes are carried along
     assert outcomes(pickle.loads(pickle.dumps(members))) == [1, 2, 3]  # noqa: S301
-    expected = {"plain.tar": TarMember, **dict.fromkeys(ZIPS, ZipMember)}.get(kind, bytes)
+    expected = {"plain.tar": TarMember, "deflated.zip": ZipMember}.get(kind, bytes)
     assert {type(item.source) for item in members} == {expected}
     with pytest.raises(UsageError, match=r"1 other files, such as notes.txt"):
         items(pack(tmp_path / kind, {"notes.txt": b"x"}))
 
 
-@pytest.mark.parametrize("kind", ["w", "w:gz", "zip"])
-def test_links_and_devices_are_counted(tmp_path, kind):
+def test_what_is_not_a_regular_file_is_counted(tmp_path):
     odd = {"link.png": tarfile.SYMTYPE, "hard.png": tarfile.LNKTYPE, "pipe.png": tarfile.FIFOTYPE}
-    if kind == "zip":
-        with zipfile.ZipFile(tmp_path / "a.tar", "w") as archive:
-            for name, mode in {
-                "a.png": 0o100644,
-                "link.png": 0o120777,
-                "hard.png": 0o120777,
-                "pipe.png": 0o010644,
-            }.items():
-                info = zipfile.ZipInfo(name)
-                info.create_system, info.external_attr = 3, mode << 16
-                archive.writestr(info, png(5) if name == "a.png" else "a.png")
-    else:
-        with tarfile.open(tmp_path / "a.tar", kind) as tar:
-            add_member(tar, "a.png", png(5))
-            for name, member_type in odd.items():
-                add_member(tar, name, b"", member_type, "a.png")
-    skipped = Skipped()
-    assert outcomes(items(tmp_path / "a.tar", skipped=skipped)) == [5]
-    assert (skipped.count, skipped.folder_links, skipped.folder_link_examples) == (0, 3, list(odd))
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        add_member(tar, "a.png", png(5))
+        for name, member_type in odd.items():
+            add_member(tar, name, b"", member_type, "a.png")
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for name, mode in {"a.png": stat.S_IFREG, "link.png": stat.S_IFLNK, "pipe.png": stat.S_IFIFO}.items():
+            info = zipfile.ZipInfo(name)
+            info.external_attr = mode << 16
+            archive.writestr(info, png(5) if name == "a.png" else "a.png")
+    for name, count in (("a.tar", 3), ("a.zip", 2)):
+        skipped = Skipped()
+        assert outcomes(items(tmp_path / name, skipped=skipped)) == [5]
+        assert (skipped.count, skipped.examples[0]) == (count, "link.png")
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "member"),
-    [
-        ("inner.tar", "plain.tar", "a.png"),
-        ("tar.zip", "packed.tar.xz", "a.png"),
-        ("zip.tar", "stored.zip", "a.png"),
-        ("zip_magic.tar", "plain.tar", "PK0001.png"),
-        ("bzip2_magic.tar", "plain.tar", "BZ0.png"),
-    ],
-)
-def test_the_kind_is_told_by_content(tmp_path, name, kind, member):
-    content = {member: png(1)}
-    if name == "inner.tar":
-        # a tar that ends in a zip
-        content["inner.zip"] = pack(tmp_path / "inner.zip", {"inner.png": png(9)}, "stored.zip").read_bytes()
-    assert outcomes(items(pack(tmp_path / name, content, kind))) == [1]
+@pytest.mark.parametrize(("name", "kind"), [("tar.zip", "packed.tar.xz"), ("zip.tar", "deflated.zip")])
+def test_the_kind_is_told_by_content(tmp_path, name, kind):
+    assert outcomes(items(pack(tmp_path / name, {"a.png": png(1)}, kind))) == [1]
 
 
-@every_kind
+@each_reader
 def test_nasty_names_are_only_labels(tmp_path, kind):
     (tmp_path / "in").mkdir()
     path = pack(tmp_path / "in" / kind, {name: png(number) for number, name in enumerate(NASTY)})
@@ -168,41 +122,35 @@ def test_nasty_names_are_only_labels(tmp_path, kind):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("kind", "raw", "shown"),
-    [
-        ("plain.tar", b"\xff.png", "\\xff.png"),
-        ("stored.zip", b"\xff.png", "\\xff.png"),
-        ("stored.zip", b"a\0.png", "a\\x00.png"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "shown"), [("plain.tar", "\\xff.png"), ("deflated.zip", "a\\x00.png")])
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_odd_and_equal_names_are_answered_each(tmp_path, kind, raw, shown):
-    path, plain = tmp_path / kind, "?" * (len(raw) - 4) + ".png"
+def test_odd_and_equal_names_are_answered_each(tmp_path, kind, shown):
+    path = tmp_path / kind
     if kind == "plain.tar":
         with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT, encoding="utf-8", errors="surrogateescape") as tar:
             for shade in (1, 2):
-                add_member(tar, os.fsdecode(raw), png(shade))
+                add_member(tar, os.fsdecode(b"\xff.png"), png(shade))
     else:
         with zipfile.ZipFile(path, "w") as archive:
             for shade in (1, 2):
-                archive.writestr(plain, png(shade))
-        path.write_bytes(path.read_bytes().replace(plain.encode(), raw))
+                archive.writestr("a?.png", png(shade))
+        path.write_bytes(path.read_bytes().replace(b"a?.png", b"a\0.png"))
     members = items(path)
     assert ([item.name for item in members], outcomes(members)) == ([f"{path}/{shown}"] * 2, [1, 2])
 
 
-@pytest.mark.parametrize("kind", ["plain.tar", "packed.tgz", "packed.tar.bz2", "packed.tar.xz", "deflated.zip"])
-@pytest.mark.parametrize("kept", [0.35, 0.65])
-def test_a_cut_archive_is_one_error_after_its_whole_members(tmp_path, kind, kept):
+@every_kind
+def test_a_cut_archive_is_one_error_after_its_whole_members(tmp_path, kind):
     path = pack(tmp_path / kind, {f"{number}.png": png(number) + os.urandom(3000) for number in range(10)})
-    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * kept)])
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * 0.65)])
     *before, problem, last = items(path, pack(tmp_path / "good.tar", {"last.png": png(99)}, "plain.tar"))
+    if kind == "plain.tar":
+        # it is read by the process that decodes it
+        assert outcomes([before.pop()]) == ["truncated_image"]
     assert outcomes(before) == list(range(len(before)))
     # a zip's directory is at its end; bzip2 has large blocks
     assert (0 < len(before) < 10) is (kind in ("plain.tar", "packed.tgz", "packed.tar.xz"))
     assert (problem.source, outcomes([problem, last])) == (path, ["corrupt_archive", 99])
-    assert not before or before[-1].relative in str(problem.error) or f"{len(before)}.png" in str(problem.error)
 
 
 def lead_back(data, at):
@@ -220,63 +168,39 @@ def lead_back(data, at):
         lambda data, at: data[:at],
         lambda data, at: data[:at] + b"\xa5" * 20 + data[at + 20 :],
         lead_back,
-        # zeros of a damaged disk, which look like the end
-        lambda data, at: data[:at] + bytes(512) + data[at + 512 :],
     ],
-    ids=["without its end", "damaged header", "endless", "zeros"],
+    ids=["without its end", "damaged header", "endless"],
 )
-def test_a_damaged_tar_is_one_error_after_the_members_before(tmp_path, damage):
+@pytest.mark.parametrize("kind", ["plain.tar", "packed.tgz"])
+def test_a_damaged_tar_is_one_error_after_the_members_before(tmp_path, damage, kind):
     path = pack(tmp_path / "plain.tar", numbered(4))
-    path.write_bytes(damage(path.read_bytes(), path.read_bytes().index(b"2.png")))
+    data = damage(path.read_bytes(), path.read_bytes().index(b"2.png"))
+    path.write_bytes(gzip.compress(data, mtime=0) if kind == "packed.tgz" else data)
     assert outcomes(items(path)) == [0, 1, "corrupt_archive"]
 
 
-def test_joined_tars_are_read_to_the_end(tmp_path):
-    parts = [pack(tmp_path / "packed.tgz", {f"{n}.png": png(n)}).read_bytes() for n in (0, 1)]
-    (tmp_path / "packed.tgz").write_bytes(b"".join(parts))
-    assert outcomes(items(tmp_path / "packed.tgz")) == [0, 1]
-
-
-def test_a_tar_header_cannot_claim_an_endless_name(tmp_path):
-    path = tmp_path / "a.tar.gz"
-    with tarfile.open(path, "w:gz", compresslevel=1) as tar:
-        add_member(tar, "a.png", png(1))
-        add_member(tar, "././@LongLink", bytes(50_000_000), tarfile.GNUTYPE_LONGNAME)
-    with memory_under(10_000_000):
-        assert outcomes(items(path)) == [1, "corrupt_archive"]
-
-
-@pytest.mark.parametrize("kind", ZIPS)
-def test_a_flipped_bit_in_a_zips_member_is_its_error(tmp_path, kind):
-    path = pack(tmp_path / kind, numbered(3, b"\0" * 100))
-    # after the pixels, where a decoder would not notice
-    at = path.read_bytes().index(b"2.png") - 40
-    patch(path, at, bytes([path.read_bytes()[at] ^ 1]))
-    assert outcomes(items(path)) == [0, "corrupt_image", 2]
-
-
-# of an entry in a zip's directory
-FIELDS = {"flags": (8, "<H"), "method": (10, "<H"), "size": (24, "<L")}
-
-
 def make_claim(path, name, field, value):
-    offset, form = FIELDS[field]
+    """Change a field of a member's entry in a zip's directory."""
+    offset, form = {"flags": (8, "<H"), "method": (10, "<H"), "size": (24, "<L")}[field]
     patch(path, path.read_bytes().rindex(name) - 46 + offset, struct.pack(form, value))
     return path
 
 
 @pytest.mark.parametrize(
     ("field", "value", "code"),
-    [
-        ("flags", 1, "encrypted_member"),
-        ("size", 4_000_000_000, "oversized_member"),
-        ("method", 12, "unsupported_member"),
-        ("size", 5, "corrupt_image"),
-    ],
+    [("flags", 1, "unsupported_member"), ("method", 97, "unsupported_member"), ("size", 5, "corrupt_image")],
 )
 def test_a_zips_unreadable_member_costs_the_others_nothing(tmp_path, field, value, code):
     path = pack(tmp_path / "deflated.zip", numbered(3))
     assert outcomes(items(make_claim(path, b"1.png", field, value))) == [0, code, 2]
+
+
+def test_a_flipped_bit_in_a_zips_member_is_its_error(tmp_path):
+    path = pack(tmp_path / "deflated.zip", numbered(3, b"\0" * 100))
+    # after the pixels, where a decoder would not notice
+    at = path.read_bytes().index(b"2.png") - 40
+    patch(path, at, bytes([path.read_bytes()[at] ^ 1]))
+    assert outcomes(items(path)) == [0, "corrupt_image", 2]
 
 
 def test_a_zip_bomb_is_inflated_no_further_than_it_claims(tmp_path):
@@ -285,31 +209,23 @@ def test_a_zip_bomb_is_inflated_no_further_than_it_claims(tmp_path):
         assert outcomes(items(path)) == ["corrupt_image"]
 
 
-@pytest.mark.parametrize("kind", ["plain.tar", "packed.tgz", "deflated.zip"])
+@each_reader
 def test_a_member_over_the_limit_is_never_read(tmp_path, kind, monkeypatch):
-    path = pack(tmp_path / kind, {**numbered(3), "1.png": png(1) + bytes(5000)})
+    path, skipped = pack(tmp_path / kind, {**numbered(3), "1.png": png(1) + bytes(5000)}), Skipped()
     monkeypatch.setattr(archives, "MAX_MEMBER", 4000)
-    assert outcomes(items(path)) == [0, "oversized_member", 2]
+    assert (outcomes(items(path, skipped=skipped)), skipped.examples) == ([0, 2], ["1.png"])
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "message"),
-    [
-        ("a.tar", b"", "damaged"),
-        ("a.zip", b"PK\3\4" + b"no zip at all" * 50, "damaged"),
-        ("a.tar", b"no tar at all" * 50, "expected a tar"),
-        ("a.tar.gz", b"\x1f\x8bnothing", "damaged"),
-        ("a.tar.gz", gzip.compress(b"text" * 300, mtime=0), "not a tar"),
-        ("a.rar", b"Rar!", "not read"),
-    ],
+    ("name", "data"), [("a.tar", b""), ("a.zip", b"PK\3\4" + b"no zip at all" * 50), ("a.tar.gz", b"\x1f\x8bnothing")]
 )
-def test_a_file_that_is_no_archive_alone_is_a_wrong_call(tmp_path, name, data, message):
+def test_a_file_that_is_no_archive_alone_is_a_wrong_call(tmp_path, name, data):
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match="damaged"):
         items(tmp_path / name)
 
 
-@pytest.mark.parametrize("kind", ["plain.tar", *ZIPS])
+@pytest.mark.parametrize("kind", ["plain.tar", "deflated.zip"])
 @pytest.mark.parametrize(("change", "code"), [("gone", "not_found"), ("rewritten", "unreadable")])
 def test_a_changed_archive_gives_no_wrong_image(tmp_path, kind, change, code):
     path = pack(tmp_path / kind, {"a.png": png(1), "b.png": png(2)})
@@ -320,7 +236,7 @@ def test_a_changed_archive_gives_no_wrong_image(tmp_path, kind, change, code):
     assert outcomes(members) == [code, code]
 
 
-@every_kind
+@each_reader
 def test_an_archive_that_changes_while_it_is_listed_is_not_complete(tmp_path, kind):
     path = pack(tmp_path / kind, numbered(3))
     images = discover([str(path)], Skipped())
@@ -330,7 +246,7 @@ def test_an_archive_that_changes_while_it_is_listed_is_not_complete(tmp_path, ki
     assert [item.error.code for item in images if item.error is not None][-1:] in (["unreadable"], ["corrupt_archive"])
 
 
-@pytest.mark.parametrize("kind", ["plain.tar", "packed.tgz", "stored.zip"])
+@each_reader
 def test_an_archive_is_read_as_it_is_needed(tmp_path, kind):
     path = pack(tmp_path / kind, {f"{number:05}.png": b"x" * 200_000 for number in range(300)})
     images = discover([str(path)], Skipped())

