@@ -47,25 +47,23 @@ def observe_outputs(outputs: Outputs, metadata: Metadata) -> Observations:
     )
 
 
-def observe_records(records: Sequence[Answered], max_slots: int, grid: tuple[int, int]) -> Observations:
+def observe_records(records: Sequence[Answered], metadata: Metadata) -> Observations:
     """Return the observations of N records with evidence.
 
-    Args:
-        records: of images that have an answer.
-        max_slots: largest number of slots of a class.
-        grid: (H, W) of the feature map.
-
     Raises:
-        ValueError: a record has no evidence, or a slot or cell that a model with these numbers does not have.
+        ValueError: a record has no evidence, or a class, slot or cell that the model does not have.
     """
-    count = len(records)
+    count, max_slots, grid = len(records), metadata.class_map.max_slots, metadata.grid
     if not all(record.evidence for record in records):
         raise ValueError("no evidence")
+    class_ids = np.array([record.prediction.class_id for record in records], np.int64)
+    if (class_ids >= metadata.num_classes).any():
+        raise ValueError("a class that the model does not have")
     rows = [(row, slot) for row, record in enumerate(records) for slot in record.evidence]
     places = np.array([(row, slot.slot) for row, slot in rows])
     cells = np.array([slot.cell for _, slot in rows])
     if (places[:, 1] >= max_slots).any() or (cells >= grid).any():
-        raise ValueError(f"a slot that is not one of {max_slots}, or a cell outside of {grid[0]} x {grid[1]}")
+        raise ValueError("a slot or cell that the model does not have")
     at = places[:, 0], places[:, 1]
     values = np.full((2, count, max_slots), np.nan)
     values[0][at] = [slot.score for _, slot in rows]
@@ -75,7 +73,7 @@ def observe_records(records: Sequence[Answered], max_slots: int, grid: tuple[int
     kept = ~np.isnan(values[0])
     cosines = np.array([_or_nan(record.prediction.cosine) for record in records])
     return Observations(
-        np.array([record.prediction.class_id for record in records], np.int64),
+        class_ids,
         cosines,
         np.array([_or_nan(record.margin) for record in records]),
         recover_norms(values[0], cosines),
