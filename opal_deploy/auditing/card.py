@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.auditing.inspection import describe_metadata
-
-_EVIDENCE = {
-    "exact": "Each answer comes from scores that are each read at one cell of the image. The graph outputs the cells.",
-    "map": "Scores are averages over the image: no single cell is the evidence.",
-    "none": "The model returns logits only. Its answers cannot be explained.",
-}
 
 
 def describe_card(metadata: Metadata, path: Path, *, use: str) -> str:
@@ -28,26 +21,12 @@ def describe_card(metadata: Metadata, path: Path, *, use: str) -> str:
         (f"{name}: {value}" if name else value for name, value in describe_metadata(metadata, path)),
     ))  # fmt: skip
     return (
-        f"{_format_front_matter(metadata)}\n# {_escape(path.stem)}\n\n"
-        f"{metadata.num_classes} classes, {metadata.backbone}. {_EVIDENCE[metadata.evidence]}\n\n"
+        "---\nlibrary_name: opal-deploy\npipeline_tag: image-classification\n"
+        f"tags: [opal-deploy, onnx{', interpretable' * (metadata.evidence == 'exact')}]\n---\n\n"
+        f"# {_escape(path.stem)}\n\n"
         f"## Use\n\n{use}\n## Limits\n\n{limits}\n\n## Facts\n\n{facts}\n\n"
         f"## Classes\n\n{_escape(', '.join(metadata.class_names))}\n"
     )
-
-
-def _format_front_matter(metadata: Metadata) -> str:
-    tags = ["opal-deploy", "onnx", *(["interpretable"] if metadata.evidence == "exact" else [])]
-    lines = ["library_name: opal-deploy", "pipeline_tag: image-classification", f"tags: [{', '.join(tags)}]"]
-    metrics = metadata.training.get("metrics") or {}
-    if "test_accuracy" in metrics:
-        # strings as JSON, which YAML reads
-        name = json.dumps(str((metadata.training.get("data") or {}).get("root") or "test images"))
-        lines += [
-            "model-index:", f"- name: {json.dumps(metadata.backbone)}", "  results:",
-            "  - task: {type: image-classification}", f"    dataset: {{type: {name}, name: {name}}}",
-            f"    metrics: [{{type: accuracy, value: {metrics['test_accuracy']:.4f}}}]",
-        ]  # fmt: skip
-    return "\n".join(["---", *lines, "---", ""])
 
 
 def _list_limits(metadata: Metadata) -> Iterator[str]:

@@ -167,7 +167,7 @@ def _observe(results: Path, metadata: Metadata, sha256: str) -> ObservedRun:
     """Return the observations of a run; raise UsageError for too few answers, another model or missing evidence."""
     from opal_deploy.artifact.baseline import Observations
     from opal_deploy.auditing.results import read_records
-    from opal_deploy.records.observations import observe_records
+    from opal_deploy.records.evidence import observe_records
     from opal_deploy.records.record import Answered
 
     blocks, failed = list[Observations](), 0

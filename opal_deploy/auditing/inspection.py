@@ -15,7 +15,7 @@ from opal_deploy.artifact.documents import check_checkpoint
 from opal_deploy.artifact.engine_file import check_engine, read_checks, read_sidecar
 from opal_deploy.artifact.files import compute_sha256, model_kind
 from opal_deploy.artifact.measurements import ReceptiveField, describe_calibration, describe_edits, list_evaluation
-from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD, Metadata
+from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.logs import one_line
 from opal_deploy.options import StrPath
@@ -145,7 +145,6 @@ def describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
                       "none": "none: no anchors, logits only"}[metadata.evidence]),
         ("classes", _list_names(metadata.class_names)),
         ("input", f"{metadata.input_kind} {layout}, {metadata.resize}{crop}"),
-        ("normalised", _format_normalisation(vars(metadata))),
         ("outputs", ", ".join(metadata.outputs) + (f" of the best {metadata.top_k} classes" if metadata.top_k else "")),
         ("precision", metadata.precision + quantised),
         ("source", f"{source.get('file', 'unknown')} ({source.get('format', 'unknown')}), "
@@ -197,10 +196,6 @@ def _number_first(name: str, values: Iterable[str]) -> Iterator[tuple[str, str]]
         yield name if number == 0 else "", value
 
 
-def _format_normalisation(values: dict[str, Any]) -> str:
-    return "; ".join(f"{name} {', '.join(f'{v:g}' for v in values[name])}" for name in ("mean", "std"))
-
-
 def _inspect_checkpoint(path: Path) -> Inspection:
     index = read_index(path)
     ours = index.get("format") == _OUR_FORMAT
@@ -230,10 +225,7 @@ def _inspect_checkpoint(path: Path) -> Inspection:
     elif tensors:
         lines.append(("kind", _state_dict_kind(tensors)))
     else:
-        keys = ", ".join(map(str, list(index)[:_NAMES_SHOWN]))
-        raise ArtifactError(
-            f"{path}: no tensors in it, only {keys or 'nothing'}; expected a checkpoint or a state dict"
-        )
+        raise ArtifactError(f"{path}: no tensors in it; expected a checkpoint or a state dict")
     lines.append(("tensors", f"{len(tensors)}, {parameters / 1e6:.1f} million values"))
     return Inspection(document, lines)
 
@@ -251,7 +243,6 @@ def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, s
     return [
         ("written by", f"opal-deploy {index.get('version')}"),
         ("network", f"{config['backbone']}, {config['num_classes']} classes, input {tuple(config['input_size'])}{cut}"),
-        ("normalised", _format_normalisation({"mean": IMAGENET_MEAN, "std": IMAGENET_STD, **config})),
         ("head", "the network's own classifier" if head.get("plain") else ", ".join(parts) + dropped),
         ("classes", _list_names(index["class_names"])),
         ("metrics", _format_metrics(metrics)),
@@ -285,10 +276,8 @@ def _format_risk(summary: dict[str, Any]) -> str:
     """Return one line for a risk-coverage curve: how many images can be answered at which error rate."""
     coverage = summary["coverage_at_error"]
     shares = ", ".join(f"{float(share):.1%} at {100 * float(error):g} %" for error, share in coverage.items())
-    return (
-        f"{summary['images']} {summary.get('split', 'labelled')} images: error {summary['error']:.2%} where all are "
-        f"answered, AURC {summary['aurc']:.4f}; coverage by error rate: {shares}"
-    )
+    images = f"{summary['images']} {summary['split']} images"
+    return f"{images}: error {summary['error']:.2%} where all are answered; coverage by error rate: {shares}"
 
 
 def _list_names(names: Sequence[str]) -> str:

@@ -21,6 +21,7 @@ from opal_deploy.records.decision import Decision
 if TYPE_CHECKING:
     from opal_deploy.auditing.verify_records import GivenImages, RecordsReport
     from opal_deploy.predict.types import InferenceOptions
+    from opal_deploy.records.signatures import PublicKeys
     from opal_deploy.runtime.session import Session
 
 # findings logged
@@ -96,8 +97,16 @@ def verify(target: StrPath, options: VerifyOptions) -> Verification:
             f"{path}: records are compared with a model; give --model MODEL, or only --public-key KEY to check "
             "signatures and whether records are missing"
         )
+    from opal_deploy.auditing.verify_records import verify_signatures
+    from opal_deploy.records.signatures import PublicKeys
+
     path = find_results(path)
-    return _verify_signatures(path, options) if model is None else _verify_results(path, Path(model), options)
+    public_keys = PublicKeys(options.public_key) if options.public_key else None
+    if model is not None:
+        return _verify_results(path, Path(model), public_keys, options)
+    report = verify_signatures(path, public_keys)
+    options.log("Not checked: whether a model gives these answers; give --model and, if they were moved, the images")
+    return _conclude(path, report, {"model": None}, options.log)
 
 
 def _verify_model(path: Path, options: VerifyOptions) -> Verification:
@@ -131,25 +140,12 @@ def _verify_model(path: Path, options: VerifyOptions) -> Verification:
     return Verification({"path": str(path), "sha256": sha256, "session": session.description, **comparison.to_dict()})
 
 
-def _verify_signatures(path: Path, options: VerifyOptions) -> Verification:
-    from opal_deploy.auditing.verify_records import verify_signatures
-    from opal_deploy.records.signatures import PublicKeys
-
-    report = verify_signatures(path, PublicKeys(options.public_key))
-    if not (report.records or report.run_faults):
-        raise UsageError(f"{path}: contains no records")
-    _log_report(report, options.log)
-    options.log("Not checked: whether a model gives these answers; give --model and, if they were moved, the images")
-    return Verification({"path": str(path), "model": None, **report.to_dict()}, _describe_failure(path, report))
-
-
-def _verify_results(path: Path, model: Path, options: VerifyOptions) -> Verification:
+def _verify_results(path: Path, model: Path, public_keys: PublicKeys | None, options: VerifyOptions) -> Verification:
     from opal_deploy.artifact.files import check_sha256, compute_sha256
     from opal_deploy.auditing.record_diff import Tolerance
     from opal_deploy.auditing.results import read_run_options
     from opal_deploy.auditing.verify_records import CheckOptions, sample_lines, verify_records
     from opal_deploy.predict.prepare import raise_pillow_limit
-    from opal_deploy.records.signatures import PublicKeys
     from opal_deploy.runtime.select import open_sessions
     from opal_deploy.sources.annotations import read_boxes
 
@@ -159,8 +155,6 @@ def _verify_results(path: Path, model: Path, options: VerifyOptions) -> Verifica
     # a new seed each time: nobody can know in advance which records are checked
     seed = secrets.randbelow(2**32) if options.seed is None else options.seed
     total, lines = sample_lines(path, None if options.every else options.sample, seed)
-    if not total:
-        raise UsageError(f"{path}: contains no records")
     images = _list_images(path, options, lines, recursive=run.get("recursive") is not False)
     session = open_sessions(model, device=options.device, threads=options.threads, runtime=options.runtime)[0]
     expected = options.expect_sha256
@@ -170,28 +164,26 @@ def _verify_results(path: Path, model: Path, options: VerifyOptions) -> Verifica
     which = "all records" if lines is None else f"{len(lines)} of {total} records (--seed {seed})"
     tolerance = Tolerance.for_model(session.metadata).describe()
     options.log(f"{path}: checking {which} with {model} in {session.description}, up to {tolerance}")
-    top, progress, count = run.get("top"), as_progress(options.progress), len(lines or ()) or total
+    progress, count = as_progress(options.progress), len(lines or ()) or total
     check = CheckOptions(
         sha256,
-        top=min(top, session.metadata.max_top) if isinstance(top, int) else None,
         root=Path(options.root),
         images=images,
         # whatever the run's --box-confidence was: a record names its box
         boxes=read_boxes(Path(options.boxes), confidence=0) if options.boxes else None,
-        public_keys=PublicKeys(options.public_key) if options.public_key else None,
+        public_keys=public_keys,
         inference=inference,
     )
     report = verify_records(path, session, check, lines, lambda done: progress(done, count, ""))
-    _log_report(report, options.log)
-    document = {
-        "path": str(path), "model": str(model), "model_sha256": sha256, "session": session.description,
-        "seed": None if lines is None else seed, **report.to_dict(),
-    }  # fmt: skip
-    return Verification(document, _describe_failure(path, report), report.not_checked)
+    document = {"model": str(model), "model_sha256": sha256, "session": session.description}
+    return _conclude(path, report, {**document, "seed": None if lines is None else seed}, options.log)
 
 
-def _describe_failure(path: Path, report: RecordsReport) -> str:
-    """Return what is wrong with the records in one line; empty if nothing is."""
+def _conclude(path: Path, report: RecordsReport, document: dict[str, Any], log: Log) -> Verification:
+    """Log the report, and return the outcome with what is wrong with the records in one line."""
+    if not (report.records or report.run_faults):
+        raise UsageError(f"{path}: contains no records")
+    _log_report(report, log)
     failures = [*report.run_faults]
     if report.signatures_bad:
         failures.append(f"{report.signatures_bad} of {report.records} records have no valid signature")
@@ -200,7 +192,8 @@ def _describe_failure(path: Path, report: RecordsReport) -> str:
         checked = max(report.checked, report.different)
         failures.append(f"{report.different} of {checked} checked records differ from what this model computes")
     first = next((finding for finding in report.findings if finding.checked or finding.signature), None)
-    return f"{path}: {', '.join(failures)}{f'; the first: {first}' if first else ''}" if failures else ""
+    failure = f"{path}: {', '.join(failures)}{f'; the first: {first}' if first else ''}" if failures else ""
+    return Verification({"path": str(path), **document, **report.to_dict()}, failure, report.not_checked)
 
 
 def _inference_options(run: dict[str, Any], model: Path, options: VerifyOptions, session: Session) -> InferenceOptions:

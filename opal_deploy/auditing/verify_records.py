@@ -137,14 +137,12 @@ class CheckOptions:
     """The run whose records are checked: its model file and crops, and how it prepared images.
 
     Attributes:
-        top: number of classes that a record should list; None: not checked.
         root: the folder that image names are relative to.
         images: the given images; others are looked up below `root`.
         public_keys: keys whose signatures are accepted; None: signatures are not checked.
     """
 
     model_sha256: str
-    top: int | None = None
     root: Path = Path()
     images: GivenImages = field(default_factory=GivenImages)
     boxes: Crops | None = None
@@ -199,7 +197,7 @@ def verify_records(
     return _finish(report, run, check.public_keys)
 
 
-def verify_signatures(path: Path, public_keys: PublicKeys) -> RecordsReport:
+def verify_signatures(path: Path, public_keys: PublicKeys | None) -> RecordsReport:
     """Check the signatures of all records, and the records with run.json, without the model and the images.
 
     Raises:
@@ -295,16 +293,12 @@ def _compare(line: _Recorded, computed: Record, session: Session, check: CheckOp
         digest = FieldDifference("image_sha256", recorded.image_sha256, computed.image_sha256)
         return replace(finding, why="the image differs from the one that was explained", differences=(digest,))
     differences = diff_records(line.document, to_document(computed), Tolerance.for_model(session.metadata))
-    return replace(finding, differences=[*differences, *_compare_not_computed(line.number, recorded, check)])
+    return replace(finding, differences=[*differences, *_compare_overlay(line.number, recorded)])
 
 
-def _compare_not_computed(number: int, recorded: Record, check: CheckOptions) -> list[FieldDifference]:
-    """Return differences in the fields that no model computes."""
+def _compare_overlay(number: int, recorded: Record) -> list[FieldDifference]:
+    """Return whether a record names an overlay that is not its own: somebody else's would be shown beside it."""
     if isinstance(recorded, Failed):
         return []
-    differences = []
-    if recorded.overlay not in (None, expected := overlay_name(number - 1, recorded.image)):
-        differences.append(FieldDifference("overlay", recorded.overlay, expected))
-    if check.top is not None and len(recorded.top) != check.top:
-        differences.append(FieldDifference("top", f"{len(recorded.top)} classes", f"{check.top} classes"))
-    return differences
+    expected = overlay_name(number - 1, recorded.image)
+    return [] if recorded.overlay in (None, expected) else [FieldDifference("overlay", recorded.overlay, expected)]

@@ -15,11 +15,8 @@ from opal_deploy.editing.api import EditOptions, EditResult, edit_model
 from opal_deploy.options import to_arguments
 
 if TYPE_CHECKING:
-    from opal_deploy.artifact.metadata import Metadata
     from opal_deploy.editing.scores import Effect
 
-# classes listed on a terminal
-_LISTED = 10
 # p values below this are more than chance
 _CLEAR = 0.05
 
@@ -53,7 +50,6 @@ def _describe(model: Path, result: EditResult, options: EditOptions) -> Iterator
                 yield "    its class has no other slot that finds anything; train again with --keep-off"
     if result.effect is not None:
         yield f"{len(result.effect.labels):,} {options.split} images: {_format(result.effect)}"
-        yield from _list_classes(result.effect, result.metadata)
     if result.path is not None:
         yield f"Model: {result.path}"
     if result.page is not None:
@@ -74,7 +70,6 @@ def _describe_suggested(model: Path, result: EditResult, options: EditOptions) -
     else:
         yield "No choice of the suspected slots makes more answers right, as where all images share a shortcut"
         yield f"Without {', '.join(result.suspected)}: {_format(effect)}"
-    yield from _list_classes(effect, result.metadata)
     if suggested:
         yield f"Next: {shlex.join(options.repeat(model, suggested))}"
     elif result.page is None:
@@ -82,15 +77,6 @@ def _describe_suggested(model: Path, result: EditResult, options: EditOptions) -
         yield f"Next, to look at them: {shlex.join(['opal-deploy', 'edit', str(model), *look])}"
     else:
         yield f"Next: open {result.page} and look at them"
-
-
-def _list_classes(effect: Effect, metadata: Metadata) -> Iterator[str]:
-    """Yield the classes whose number of right answers changes, largest losses first."""
-    classes = sorted(effect.by_class(), key=lambda row: row[3] - row[2])
-    for class_id, images, before, after in classes[:_LISTED]:
-        yield f"  {metadata.class_names[class_id]}: {before} of {images} right, then {after}"
-    if len(classes) > _LISTED:
-        yield f"  and {len(classes) - _LISTED} more classes"
 
 
 def _format(effect: Effect) -> str:

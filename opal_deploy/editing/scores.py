@@ -72,14 +72,6 @@ class Effect:
         trials, less = self.gained + self.lost, min(self.gained, self.lost)
         return min(1.0, 2 * math.fsum(math.comb(trials, k) * 0.5**trials for k in range(less + 1)))
 
-    def by_class(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield each class whose number of correct answers changes: class, its images, correct before and after."""
-        for class_id in np.unique(self.labels).tolist():
-            own = self.labels == class_id
-            before, after = int((self.before[own] == class_id).sum()), int((self.after[own] == class_id).sum())
-            if before != after:
-                yield class_id, int(own.sum()), before, after
-
 
 @dataclass(frozen=True)
 class Scores:

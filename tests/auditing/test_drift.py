@@ -18,8 +18,8 @@ from opal_deploy.model.config import HeadConfig
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.build import Digests, ImageInfo, build_records, error_record
 from opal_deploy.records.drift import Comparison, select_shifts
+from opal_deploy.records.evidence import observe_outputs, observe_records
 from opal_deploy.records.lines import to_document, to_json_line
-from opal_deploy.records.observations import observe_outputs, observe_records
 from opal_deploy.records.record import to_record
 from opal_deploy.runtime.onnx_session import OnnxSession
 from tests.builders import build_checkpoint, export_onnx
@@ -109,11 +109,6 @@ def _lose(records):
     records[:] = [record for record in records if record not in _answers(records, _common(records))]
 
 
-def _fade(records):
-    for record in records:
-        record["prediction"]["cosine"] *= 0.9
-
-
 def _weaken(records):
     for record in _answers(records, _common(records)):
         record["evidence"][2]["score"] *= 0.5
@@ -124,7 +119,6 @@ def _weaken(records):
     [
         (_move, "place", f"slot 1 of NAME moved to the {PLACES[8]}: 100% of COUNT answers"),
         (_lose, "label", "NAME is predicted less often: 0% of OTHERS answers"),
-        (_fade, "cosine", "cosine fell: "),
         (_weaken, "score", "slot 2 of NAME: score fell: "),
     ],
 )  # fmt: skip
@@ -232,7 +226,3 @@ def test_the_page_shows_bars_and_photographs_of_before_and_now(model, make_pictu
     assert text.count("data:image/jpeg;base64,") >= 8
     assert "moved to the upper right corner" in text
     assert "a<b>" not in text
-    # photographs that are gone are left out
-    shutil.rmtree(folder)
-    opal(*fixed, "--overwrite")
-    assert "data:image" not in page.read_text("utf-8")

@@ -78,32 +78,28 @@ def test_numbers_may_differ_within_the_tolerance(name, change, differs):
     assert fields(old) == expected * differs
 
 
-@pytest.mark.parametrize("value", [None, "0.5", True, float("nan"), 10**400, {}])
-def test_anything_but_a_number_is_a_difference(value):
-    old = recorded(margin=value)
-    old["evidence"][0]["score"] = value
-    assert fields(old) == ["margin", "evidence[0].score"]
+def test_anything_but_a_number_is_a_difference():
+    for value in (None, "0.5", True, float("nan"), 10**400, {}):
+        old = recorded(margin=value)
+        old["evidence"][0]["score"] = value
+        assert fields(old) == ["margin", "evidence[0].score"]
 
 
-@pytest.mark.parametrize("value", [None, 3, [], {}, [None, None]])
 @pytest.mark.parametrize("name", ["prediction", "top", "evidence"])
-def test_any_json_may_stand_in_a_record(name, value):
-    assert fields(recorded(**{name: value})) != []
+def test_any_json_may_stand_in_a_record(name):
+    for value in (None, 3, [], {}, [None, None]):
+        assert fields(recorded(**{name: value})) != []
 
 
 def test_missing_and_unknown_keys_are_differences():
     old = recorded(note="trust me", schema=True)
     del old["margin"]
     old["evidence"][0]["weight"] = 1
+    old["evidence"][1]["cell"] = [0, 0]
     del old["evidence"][1]["box"]
     # a boolean is no number
-    assert {*fields(old)} == {"schema", "margin", "evidence[0].weight", "evidence[1].box", "note"}
-
-
-def test_another_cell_is_a_difference():
-    old = recorded()
-    old["evidence"][1].update(cell=[0, 0], box=[0.0, 0.0, 10.0, 20.0])
-    assert fields(old) == ["evidence[1].cell", "evidence[1].box"]
+    expected = {"schema", "margin", "evidence[0].weight", "evidence[1].cell", "evidence[1].box", "note"}
+    assert {*fields(old)} == expected
 
 
 def test_the_class_may_be_another_only_where_the_margin_is_nothing():

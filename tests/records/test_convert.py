@@ -97,16 +97,12 @@ def test_a_table_that_cannot_be_finished_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_table_of_no_records_and_one_of_lone_surrogates(tmp_path):
+def test_a_table_of_lone_surrogates(tmp_path):
     pytest.importorskip("pyarrow")
-    for records in ([], [{**OK, "label": "\udcff"}]):
-        for kind in tables.FORMATS:
-            write_table(map(to_record, records), tmp_path, kind)
-        text = (tmp_path / "results.csv").read_text("utf-8")
-        assert read_parquet(tmp_path).column_names == [*COLUMNS, *LISTS]
-        assert text.startswith(",".join([*COLUMNS, *LISTS]) + "\n")
-        assert [row["label"] for row in read_parquet(tmp_path).to_pylist()] == ["\\udcff"] * len(records)
-        assert text.count("\\udcff") == len(records)
+    for kind in tables.FORMATS:
+        write_table(map(to_record, [{**OK, "label": "\udcff"}]), tmp_path, kind)
+    assert (tmp_path / "results.csv").read_text("utf-8").count("\\udcff") == 1
+    assert [row["label"] for row in read_parquet(tmp_path).to_pylist()] == ["\\udcff"]
 
 
 def test_formats_are_checked_before_the_run(monkeypatch):
@@ -155,17 +151,5 @@ def test_the_command_converts(opal, tmp_path):
     done = opal("convert", tmp_path / "results.jsonl", "--to", "coco", "--out", tmp_path / "coco.json")
     assert (done.returncode, done.stdout) == (0, "")
     assert json.loads((tmp_path / "coco.json").read_text()) == to_coco([OK, FAILED])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--to", "coco", "--boxes", "b.json"], "--boxes: goes with --to megadetector"),
-        (["--to", "coco"], "line 2 is not a whole record"),
-    ],
-)
-def test_wrong_calls_and_damaged_files_are_refused(opal, tmp_path, arguments, message):
-    (tmp_path / "results.jsonl").write_text(json.dumps(OK) + "\n{}\n")
-    done = opal("convert", tmp_path, *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
+    refused = opal("convert", tmp_path, "--to", "coco", "--boxes", "b.json")
+    assert (refused.returncode, "--boxes: goes with" in refused.stderr) == (2, True)

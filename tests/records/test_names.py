@@ -14,12 +14,9 @@ from opal_deploy.records.names import escape_name, find_common_folder, read_slot
 @pytest.mark.parametrize(
     ("name", "escaped"),
     [
-        (b"a b.jpg", "a b.jpg"),
-        (b"a\nb.jpg", "a\nb.jpg"),
         ("für.jpg".encode(), "für.jpg"),
         (b"a\xff.jpg", "a\\xff.jpg"),
         (b"a\\xff.jpg", "a\\\\xff.jpg"),
-        (b"\\\xff\\", "\\\\\\xff\\\\"),
         # the first half of a two-byte character
         (b"\xc3.jpg", "\\xc3.jpg"),
     ],
@@ -81,7 +78,7 @@ def test_names_are_read_by_class_and_slot(tmp_path):
         ("[oka]\n0 = 'x'", "did you mean oak"),
         ("[oak]\n3 = 'x'", "no slot '3'; expected 0 to 2"),
         ("[oak]\n0 = 7", "expected a name of 1 to 100"),
-        ("oak = 'x'", "expected a table"),
+        ("oak = 'x'", "not a table"),
         ("[oak", "not TOML"),
     ],
 )

@@ -75,9 +75,7 @@ BAD = {
     "an answer with an error": {**OK, "error": FAILED["error"]},
     "another schema": {**OK, "schema": 2},
     "another status": {**OK, "status": "fine"},
-    "no digest": {**OK, "image_sha256": "0" * 63},
     "a cell of three": {**OK, "evidence": [{**SLOT, "cell": [0, 1, 2]}]},
-    "a box of text": {**OK, "evidence": [{**SLOT, "box": ["1", 0.0, 2.0, 1.0]}]},
 }  # fmt: skip
 
 

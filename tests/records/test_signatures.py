@@ -1,7 +1,6 @@
 """Canonical JSON, keys in files, and what a signature covers."""
 
 import base64
-import copy
 import json
 import pickle
 
@@ -103,22 +102,15 @@ def test_a_bad_public_key_is_refused_in_one_line(keys, name, message):
     assert message in str(caught.value)
 
 
-def test_a_key_that_others_can_read_is_warned_of(keys):
-    lines = []
-    Signer(keys / "key.pem", lines.append)
-    assert lines == []
-    key = keys / "key.pem"
+def test_a_key_that_others_can_read_is_warned_of_and_never_leaves_its_process(keys, tmp_path):
+    lines, key = [], tmp_path / "key.pem"
+    key.write_bytes((keys / "key.pem").read_bytes())
     key.chmod(0o640)
-    Signer(key, lines.append)
-    key.chmod(0o600)
-    expected = f"warning: --sign {key}: other users can read this key (mode 0640); run: chmod 600 {key}"
-    assert lines == [expected]
-
-
-def test_a_signer_never_leaves_its_process(keys):
-    signer = Signer(keys / "key.pem", print)
+    signer = Signer(key, lines.append)
+    assert len(lines) == 1
+    assert "chmod 600" in lines[0]
     assert repr(signer) == f"<Signer {signer.fingerprint}>"
-    with pytest.raises(TypeError, match="cannot pickle"):
+    with pytest.raises(TypeError, match="pickle"):
         pickle.dumps(signer)
 
 
@@ -133,29 +125,19 @@ def test_a_signature_holds_after_any_tool_for_json_and_for_no_other_record(keys,
     validator(strict=True).validate(line)
     assert public.find_fault(line) == ""
     # other notations of the same values
-    assert (
-        public.find_fault(json.loads(json.dumps(line, indent=2, sort_keys=True), parse_float=lambda x: float(x))) == ""
-    )
-    assert public.find_fault(json.loads(json.dumps(line).replace(".0,", ","))) == ""
+    assert public.find_fault(json.loads(json.dumps(line, sort_keys=True).replace(".0,", ","))) == ""
     for changed in changes(line):
         assert public.find_fault(changed), changed
     assert public.find_fault(record) == "it is not signed"
 
 
 def changes(record):
-    """Yield the record with each field, its signature's too, left out, changed, and one added."""
-    for holder in (record, record["signature"]):
-        for key in holder:
-            for act in ("remove", "change"):
-                changed = copy.deepcopy(record)
-                part = changed["signature"] if holder is record["signature"] else changed
-                if act == "remove" and holder is record:
-                    del part[key]
-                elif act == "change" and key != "signature":
-                    part[key] = "other"
-                else:
-                    continue
-                yield changed
+    """Yield the record with each field, its signature's too, left out or changed, and one added."""
+    for key in record.keys() - {"signature"}:
+        yield {name: value for name, value in record.items() if name != key}
+        yield {**record, key: "other"}
+    for key in record["signature"]:
+        yield {**record, "signature": {**record["signature"], key: "other"}}
     yield {**record, "note": 1}
 
 
@@ -177,8 +159,7 @@ def test_keys_are_rotated_by_naming_both(keys):
     assert [both.find_fault(record) for record in records] == ["", ""]
     assert "another key" in PublicKeys([keys / "new-public.pem"]).find_fault(records[0])
     # one key's signature under the other's name
-    forged = copy.deepcopy(records[0])
-    forged["signature"]["key"] = records[1]["signature"]["key"]
+    forged = {**records[0], "signature": {**records[0]["signature"], "key": records[1]["signature"]["key"]}}
     assert both.find_fault(forged) == "changed after it was signed"
 
 
