@@ -6,13 +6,17 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
+from opal_deploy.artifact.files import atomic_write, compute_sha256
+from opal_deploy.artifact.output_file import check_output
+from opal_deploy.auditing.results import find_results, read_records, read_run_options
 from opal_deploy.errors import UsageError
 from opal_deploy.options import Option, Options, StrPath, keywords
-
-if TYPE_CHECKING:
-    from opal_deploy.records.record import Answer, Record
+from opal_deploy.records.names import readable_name, unescape_name
+from opal_deploy.records.record import Answer, Failed, Record
+from opal_deploy.records.run_files import RUN, SUMMARY
+from opal_deploy.records.tables import to_coco
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +41,6 @@ def convert_results(results: StrPath, options: ConvertOptions) -> Any:
     Raises:
         UsageError: the results cannot be read, or an option does not fit the format.
     """
-    from opal_deploy.artifact.files import atomic_write
-    from opal_deploy.artifact.output_file import check_output
-    from opal_deploy.auditing.results import find_results, read_records, read_run_options
-    from opal_deploy.records.run_files import RUN, SUMMARY
-    from opal_deploy.records.tables import to_coco
-
     if (options.boxes is None) == (options.to == "megadetector"):
         raise UsageError("--boxes: goes with --to megadetector, which adds classifications to that detector's results")
     path = find_results(results)
@@ -73,9 +71,7 @@ def add_classifications(path: Path, run: dict[str, Any], records: Iterable[Recor
     Raises:
         UsageError: the results are not the run's, or records name no detection or have no such number.
     """
-    from opal_deploy.artifact.files import compute_sha256
-    from opal_deploy.records.names import readable_name, unescape_name
-    from opal_deploy.records.record import Failed
+    # not at the top: these load numpy
     from opal_deploy.sources.annotations import read_boxes
     from opal_deploy.sources.detections import Detections
     from opal_deploy.sources.items import PathLookup, normalize_name

