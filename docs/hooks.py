@@ -23,7 +23,7 @@ from opal_deploy.auditing.diff import DiffOptions
 from opal_deploy.auditing.drift import DriftOptions
 from opal_deploy.auditing.verify import VerifyOptions
 from opal_deploy.cli import app
-from opal_deploy.editing.options import EditOptions
+from opal_deploy.editing.api import EditOptions
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.export.options import EngineOptions, OnnxOptions, TritonOptions, WebOptions
 from opal_deploy.options import Options, default_of, option_fields

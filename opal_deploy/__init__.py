@@ -34,19 +34,17 @@ if TYPE_CHECKING:
     from opal_deploy.api.infer import InferenceRun, run_inference
     from opal_deploy.api.model import Model, load
     from opal_deploy.api.service import Service
-    from opal_deploy.auditing.diff import diff
+    from opal_deploy.auditing.diff import DiffReport, diff
     from opal_deploy.auditing.drift import DriftReport, find_drift
     from opal_deploy.auditing.inspection import Inspection, inspect
-    from opal_deploy.auditing.model_diff import DiffReport
     from opal_deploy.auditing.verify import Verification, verify
     from opal_deploy.editing.api import EditResult, edit_model
     from opal_deploy.evaluation.api import evaluate_model, evaluate_models
     from opal_deploy.evaluation.result import ModelEvaluation
     from opal_deploy.export.api import export_engines, export_hugging_face, export_model, export_triton, export_web
     from opal_deploy.export.files import ExportResult
-    from opal_deploy.records.converters import to_coco
     from opal_deploy.records.record import Answer, Answered, Failed, Record, Slot, json_schema
-    from opal_deploy.records.tables import to_pandas
+    from opal_deploy.records.tables import to_coco, to_pandas
     from opal_deploy.server.mounted import ModelApp
     from opal_deploy.train.api import train_model
     from opal_deploy.train.run_directory import TrainResult
@@ -106,10 +104,9 @@ __all__ = [
 # modules that are imported when one of their names is first used
 _LAZY = {
     "api.atlas": ("CreatedAtlas", "create_atlas"),
-    "auditing.diff": ("diff",),
+    "auditing.diff": ("DiffReport", "diff"),
     "auditing.drift": ("DriftReport", "find_drift"),
     "auditing.inspection": ("Inspection", "inspect"),
-    "auditing.model_diff": ("DiffReport",),
     "auditing.verify": ("Verification", "verify"),
     "editing.api": ("EditResult", "edit_model"),
     "evaluation.api": ("evaluate_model", "evaluate_models"),
@@ -120,8 +117,7 @@ _LAZY = {
     "api.explanation": ("Explanation", "Explanations"),
     "api.infer": ("InferenceRun", "run_inference"),
     "api.service": ("Service",),
-    "records.converters": ("to_coco",),
-    "records.tables": ("to_pandas",),
+    "records.tables": ("to_coco", "to_pandas"),
     "records.record": ("Answer", "Answered", "Failed", "Record", "Slot", "json_schema"),
     "server.mounted": ("ModelApp",),
     "train.api": ("train_model",),

@@ -29,7 +29,6 @@ from opal_deploy.sources.image import InputImage
 
 if TYPE_CHECKING:
     from opal_deploy.api.model import Model
-    from opal_deploy.records.tables import Rows
     from opal_deploy.run.drawing import ReportOptions, Thumbnails
 
 # names that people try first, from habit, and what to use
@@ -286,15 +285,15 @@ class Explanations(list[Explanation]):
 
     def to_coco(self) -> dict[str, Any]:
         """Return `opal_deploy.to_coco` of the records."""
-        from opal_deploy.records.converters import to_coco
+        from opal_deploy.records.tables import to_coco
 
         return to_coco(self)
 
-    def to_pandas(self, rows: Rows = "images") -> Any:
+    def to_pandas(self) -> Any:
         """Return `opal_deploy.to_pandas` of the records."""
         from opal_deploy.records.tables import to_pandas
 
-        return to_pandas(self, rows)
+        return to_pandas(self)
 
     def save_report(self, folder: StrPath) -> Path:
         """Write report.html, overlays/ and results.jsonl, as `infer --explain` does; return the page's path.

@@ -128,7 +128,7 @@ class Model:
             UsageError: a slot does not exist or is already dropped, or a class would have none left.
         """
         channels = parse_slots(slots, self.metadata, "without")
-        check_drops(channels, [], self.metadata)
+        check_drops(channels, self.metadata)
         if self.metadata.top_k is not None or "scores" not in self.metadata.outputs:
             raise UsageError("without: the model's outputs are not all classes and scores; load the file it came from")
         reduced = Model([_Reduced(session, channels) for session in self.sessions])

@@ -1,16 +1,12 @@
-"""Names of slots as people write them, such as `Herring Gull/2`, and files that list them."""
+"""Names of slots as people write them, such as `Herring Gull/2`."""
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
-from opal_deploy.artifact.files import read_toml
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import UsageError, suggest_names
 
-_EXPECTED = 'expected a line such as drop = ["Gull/2", "Gull/4"]'
 # characters of a slot's name in a message
 _SHOWN = 80
 
@@ -79,35 +75,14 @@ def name_slot(channel: int, metadata: Metadata) -> str:
     return f"{label}/{slot}" if metadata.class_names.count(label) == 1 else str(channel)
 
 
-def check_drops(drop: Sequence[int], restore: Sequence[int], metadata: Metadata) -> None:
-    """Raise UsageError for slots that are dropped already or not dropped, or if a class would have none left."""
-    for channels, dropped, problem in ((drop, True, "is dropped already"), (restore, False, "was not dropped")):
-        for channel in channels:
-            if (channel in metadata.dropped) == dropped:
-                raise UsageError(f"{name_slot(channel, metadata)} {problem}; leave it out")
+def check_drops(drop: Sequence[int], metadata: Metadata) -> None:
+    """Raise UsageError for a slot that is dropped already, or if a class would have none left."""
+    for channel in drop:
+        if channel in metadata.dropped:
+            raise UsageError(f"{name_slot(channel, metadata)} is dropped already; leave it out")
     silenced = metadata.class_map.drop(drop).silenced
     if silenced.any():
         label = metadata.class_names[int(silenced.argmax())]
         raise UsageError(
             f"{label} would have no slot left and could never be answered; keep one, or train without the class"
         )
-
-
-def read_drops(path: Path) -> list[str]:
-    """Return the slots that a TOML file lists under `drop`.
-
-    Raises:
-        UsageError: the file cannot be read, is not TOML, or has another form.
-    """
-    try:
-        document = read_toml(path)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror or error}); {_EXPECTED}") from None
-    except ValueError as error:
-        raise UsageError(f"{path}: not TOML ({error}); {_EXPECTED}") from None
-    if document.keys() != {"drop"}:
-        raise UsageError(f"{path}: found the keys {reprlib.repr(list(document))}; {_EXPECTED} and nothing else")
-    drops = document["drop"]
-    if not isinstance(drops, list) or not all(isinstance(each, str) for each in drops):
-        raise UsageError(f"{path}: drop is not a list of texts; {_EXPECTED}")
-    return drops

@@ -6,19 +6,17 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
+from opal_deploy.artifact.files import atomic_write, compute_sha256
+from opal_deploy.artifact.output_file import check_output
+from opal_deploy.auditing.results import find_results, read_records, read_run_options
 from opal_deploy.errors import UsageError
 from opal_deploy.options import Option, Options, StrPath, keywords
-
-if TYPE_CHECKING:
-    from opal_deploy.records.record import Answer, Record
-
-
-def _parse_format(text: str) -> str:
-    if text == "label-studio":
-        raise ValueError("no longer written, as Label Studio imports COCO; use --to coco")
-    return text
+from opal_deploy.records.names import readable_name, unescape_name
+from opal_deploy.records.record import Answer, Failed, Record
+from opal_deploy.records.run_files import RUN, SUMMARY
+from opal_deploy.records.tables import to_coco
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +25,10 @@ class ConvertOptions(Options):
 
     to: Annotated[
         Literal["coco", "megadetector"],
-        Option("`coco` (for Label Studio too), or `megadetector`: a detector's results.", cli=str, parse=_parse_format),
+        Option("`coco` (for Label Studio too), or `megadetector`: a detector's results."),
     ]
     out: Annotated[StrPath | None, Option("Output file.", default="standard output", cli=Path)] = None
     overwrite: Annotated[bool, Option("Replace --out if it exists.")] = False
-    categories: Annotated[Literal["class", "slot"], Option("coco: meaning of the categories.")] = "class"
     boxes: Annotated[
         StrPath | None, Option("megadetector: the detector's results given to infer as --boxes.", cli=Path)
     ] = None
@@ -44,27 +41,15 @@ def convert_results(results: StrPath, options: ConvertOptions) -> Any:
     Raises:
         UsageError: the results cannot be read, or an option does not fit the format.
     """
-    from opal_deploy.artifact.files import atomic_write
-    from opal_deploy.artifact.output_file import check_output
-    from opal_deploy.auditing.results import Results, find_results, read_run_options
-    from opal_deploy.records.converters import to_coco
-    from opal_deploy.records.run_files import RUN, SUMMARY
-
-    for name, only in (("categories", "coco"), ("boxes", "megadetector")):
-        if options.to != only and (unused := options.changed(names=[name])):
-            raise UsageError(f"{unused}: only for --to {only}; leave it out")
-    if options.boxes is None and options.to == "megadetector":
-        raise UsageError("--to megadetector adds classifications to a detector's results: give them as --boxes FILE")
-    path = find_results(Path(results))
+    if (options.boxes is None) == (options.to == "megadetector"):
+        raise UsageError("--boxes: goes with --to megadetector, which adds classifications to that detector's results")
+    path = find_results(results)
     out, boxes = (None if name is None else Path(name) for name in (options.out, options.boxes))
     if out is not None:
         inputs = [path, boxes, *(path.with_name(name) for name in (RUN, SUMMARY))]
         check_output("--out", out, [".json"], inputs=inputs, overwrite=options.overwrite)
-    records = Results(path).records()
-    if boxes is None:
-        document = to_coco(records, options.categories)
-    else:
-        document = add_classifications(boxes, read_run_options(path), records)
+    records = read_records(path)
+    document = to_coco(records) if boxes is None else add_classifications(boxes, read_run_options(path), records)
     if out is not None:
         with atomic_write(out, replace=options.overwrite) as temporary:
             temporary.write_text(json.dumps(document, ensure_ascii=True) + "\n", encoding="utf-8")
@@ -86,9 +71,7 @@ def add_classifications(path: Path, run: dict[str, Any], records: Iterable[Recor
     Raises:
         UsageError: the results are not the run's, or records name no detection or have no such number.
     """
-    from opal_deploy.artifact.files import compute_sha256
-    from opal_deploy.records.names import readable_name, unescape_name
-    from opal_deploy.records.record import Failed
+    # not at the top: these load numpy
     from opal_deploy.sources.annotations import PathLookup, normalize_name, read_boxes
 
     if not read_boxes(path).from_detector:

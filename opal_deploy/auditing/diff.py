@@ -1,28 +1,32 @@
 """The work of `opal-deploy diff`: what changed between two models, or two results of the same images.
 
+Images are paired by name (those with the same name in input order), classes by label, slots by number. If both feature
+maps have the same grid, a slot moved if its cell differs; otherwise if its new box is centred outside the old one.
 Light to import.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 
-from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.artifact.output_file import check_output
+from opal_deploy.auditing.results import find_results, group_records, is_results
+from opal_deploy.errors import UsageError
 from opal_deploy.logs import Log, ProgressChoice, WarningLine, log_line
-from opal_deploy.options import CropFile, Device, MaxPixels, Option, Options, StrPath, Threads, keywords
+from opal_deploy.options import Device, Option, Options, StrPath, Threads, keywords
+from opal_deploy.records.record import Answered, Failed, Record, Slot
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from opal_deploy.auditing.model_diff import DiffReport
-    from opal_deploy.records.record import Record
+# from the largest change to none
+Kind = Literal["error", "class", "cell", "contribution", "margin", "same"]
+KINDS: tuple[Kind, ...] = ("error", "class", "cell", "contribution", "margin", "same")
+# by image name
+Records = dict[str | None, list[Record]]
+# relative difference of box sides on the same grid: only rounding
+_SAME_SIDE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +46,120 @@ class DiffOptions(Options):
         Option("Exit with 4 if any image has this kind of change or a larger one."),
     ] = None
     root: Annotated[StrPath, Option("Folder that the results' image names are relative to.", cli=Path)] = Path()
-    boxes: CropFile = None
     device: Device = "auto"
     threads: Threads = None
-    max_pixels: MaxPixels = 100_000_000
     images: Sequence[StrPath] = ()
     log: Log = log_line
     progress: ProgressChoice | None = None
+
+
+@dataclass(frozen=True)
+class ImageChange:
+    """The change of one image's record.
+
+    Attributes:
+        image, image_index: name and index in the record; None without an index.
+        kind: the largest change: `error` (from or to an error, or another error), `class`, `cell` of a slot (or slots
+            that only one record has, such as dropped ones), `contribution` of a slot or `margin` by more than the
+            tolerance (or another status).
+        before, after: label or error code.
+        status: such as `ok -> unknown`; None if it is the same.
+        moved: slots that moved; None if the classes differ or a model shows no cells.
+        slots: number of slots compared.
+        unmatched: number of slots that only one of the records has.
+        contribution: largest change of a slot's contribution; None if `moved` is.
+        margin: margin after minus before; None if a record has none.
+        image_changed: whether the image file differs.
+    """
+
+    image: str
+    image_index: int | None
+    kind: Kind
+    before: str
+    after: str
+    status: str | None
+    moved: tuple[int, ...] | None
+    slots: int
+    unmatched: int
+    contribution: float | None
+    margin: float | None
+    image_changed: bool
+
+    def severity(self, margin_before: float) -> tuple[float, ...]:
+        """Return a sort key, largest change first: by kind, changed classes by the margin of the old answer."""
+        sizes = (len(self.moved or ()), self.contribution or 0.0, abs(self.margin or 0.0))
+        return (KINDS.index(self.kind), -margin_before if self.kind == "class" else 0.0, *(-size for size in sizes))
+
+    def __str__(self) -> str:
+        """Return the change in one line, without the image's name."""
+        parts = [self.after if self.before == self.after else f"{self.before} -> {self.after}"]
+        parts += [self.status] if self.status else []
+        parts += [f"{len(self.moved)} of {self.slots} cells moved"] if self.moved else []
+        parts += [f"slots in only one model: {self.unmatched}"] if self.unmatched else []
+        parts += [f"largest contribution change {self.contribution:.2g}"] if self.contribution else []
+        parts += [] if self.margin is None else [f"margin {self.margin:+.4f}"]
+        return ", ".join(parts) + (" (the image file differs)" if self.image_changed else "")
+
+
+@dataclass
+class DiffReport:
+    """The changes of all images.
+
+    Attributes:
+        kinds: number of images by kind of change.
+        only_before, only_after: number of images in only one set.
+        unpaired: number of records without a name.
+        image_changed: number of images whose file differs, so that their changes say nothing about the models.
+        slots, slots_moved: number of slots compared, and number of slots that moved.
+        slots_unmatched: number of slots that only one of two records has.
+        largest_contribution_change: of all slots.
+        worst: the requested number of largest changes with both records, largest first.
+    """
+
+    kinds: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    only_before: int = 0
+    only_after: int = 0
+    unpaired: int = 0
+    image_changed: int = 0
+    slots: int = 0
+    slots_moved: int = 0
+    slots_unmatched: int = 0
+    largest_contribution_change: float = 0.0
+    worst: list[tuple[ImageChange, Record, Record]] = field(default_factory=list)
+
+    @property
+    def paired(self) -> int:
+        """Number of images in both sets."""
+        return sum(self.kinds.values())
+
+    @property
+    def changed(self) -> int:
+        """Number of images with any change."""
+        return self.paired - self.kinds["same"]
+
+    def has(self, kind: str) -> bool:
+        """Return whether any image has a change of `kind` (or `any`) or a larger one, or is missing in a set."""
+        last = KINDS.index("margin" if kind == "any" else cast(Kind, kind))
+        return self.only_before + self.only_after > 0 or any(self.kinds[name] for name in KINDS[: last + 1])
+
+    def add(self, change: ImageChange) -> None:
+        """Count one image's change."""
+        self.kinds[change.kind] += 1
+        self.image_changed += change.image_changed
+        self.slots += change.slots
+        self.slots_moved += len(change.moved or ())
+        self.slots_unmatched += change.unmatched
+        self.largest_contribution_change = max(self.largest_contribution_change, change.contribution or 0.0)
+
+    def describe_slots(self) -> str:
+        """Return how many slots moved, and how many only one of two records has."""
+        unmatched = f", {self.slots_unmatched:,} in only one model" if self.slots_unmatched else ""
+        return f"{self.slots_moved:,} of {self.slots:,} slots moved{unmatched}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report for JSON."""
+        worst = [asdict(change) for change, _, _ in self.worst]
+        return {"paired": self.paired, "changed": self.changed, **vars(self), "worst": worst}
 
 
 @keywords(DiffOptions)
@@ -62,85 +173,105 @@ def diff(before: StrPath, after: StrPath, options: DiffOptions) -> DiffReport:
     Raises:
         UsageError: a file cannot be read, or no image is in both results.
     """
-    from opal_deploy.artifact.files import atomic_write
-    from opal_deploy.artifact.output_file import check_output
-    from opal_deploy.auditing.model_diff import compare_results, render_page
-    from opal_deploy.auditing.results import RecordIndex, find_results, is_results
-    from opal_deploy.predict.prepare import raise_pillow_limit
-
     if options.out is not None:
-        inputs = (before, after, options.boxes, *options.images)
+        inputs = (before, after, *options.images)
         check_output("--out", Path(options.out), [".html"], inputs=inputs, overwrite=options.overwrite)
-    raise_pillow_limit(options.max_pixels)
-    sides: list[Path] = []
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="opal-deploy-diff-")))
-        for number, side in enumerate(map(Path, (before, after))):
-            if is_results(side) or side.is_dir():
-                sides.append(find_results(side))
-                continue
-            if not options.images:
-                raise UsageError(f"{side}: comparing models needs images; list them after A and B")
-            if number and not is_results(Path(before)):
-                _log_edits(Path(before), side, options.log)
-            sides.append(_write_records(side, folder / str(number), options))
-        indices = [RecordIndex(side) for side in sides]
-        for index in indices:
-            stack.callback(index.close)
-        report = compare_results(indices[0], indices[1], options.tolerance, options.worst)
-        if not report.paired:
-            raise UsageError(f"{before}, {after}: no image is in both; expected results of the same images")
-        if options.out is not None:
-            text = render_page(report, (str(before), str(after)), _image_loader(report, options))
-            with atomic_write(Path(options.out), replace=options.overwrite) as temporary:
-                temporary.write_text(text, encoding="utf-8")
+    old, new = (_read(Path(side), options) for side in (before, after))
+    report = compare_results(old, new, options.tolerance, options.worst)
+    if not report.paired:
+        raise UsageError(f"{before}, {after}: no image is in both; expected results of the same images")
+    if options.out is not None:
+        from opal_deploy.auditing.pages import write_diff
+
+        names, root = (str(before), str(after)), Path(options.root)
+        write_diff(Path(options.out), report, names, root, overwrite=options.overwrite)
     return report
 
 
-def _log_edits(before: Path, after: Path, log: Log) -> None:
-    """Log what `edit` did to the second model since it was the first, if it did."""
-    from opal_deploy.artifact.measurements import describe_edits
-    from opal_deploy.runtime.select import read_model_metadata
-
-    old, new = (list(read_model_metadata(model).edits) for model in (before, after))
-    if len(new) > len(old) and new[: len(old)] == old:
-        for line in describe_edits(new[len(old) :]):
-            log(f"{after} was edited: {line}")
-
-
-def _write_records(model: Path, out: Path, options: DiffOptions) -> Path:
-    """Write a model's records of the images into the folder `out`, and return their file."""
+def _read(side: Path, options: DiffOptions) -> Records:
+    """Return the records of results, or those that a model gives for the images."""
     from opal_deploy.api.infer import run_inference
-    from opal_deploy.records.run_files import RESULTS
 
-    if "-" in options.images:
-        raise UsageError("-: standard input can be read only once; give a list as @FILE")
-    run_inference(
-        options.images, model, out=out, boxes=options.boxes, device=options.device, threads=options.threads,
-        max_pixels=options.max_pixels, progress=options.progress,
-        log=lambda line: options.log(line) if isinstance(line, WarningLine) else None,
+    if is_results(side):
+        return group_records(find_results(side))
+    if not options.images or "-" in options.images:
+        raise UsageError(f"{side}: comparing models needs images; list them after A and B, or give a list as @FILE")
+    with tempfile.TemporaryDirectory(prefix="opal-deploy-diff-") as folder:
+        run_inference(
+            options.images, side, out=folder, device=options.device, threads=options.threads,
+            progress=options.progress, log=lambda line: options.log(line) if isinstance(line, WarningLine) else None,
+        )  # fmt: skip
+        return group_records(find_results(folder))
+
+
+def compare_results(before: Records, after: Records, tolerance: float, keep: int) -> DiffReport:
+    """Pair records by image and compare them, and keep the `keep` largest changes.
+
+    Contributions and margins that differ by at most `tolerance` count as equal.
+    """
+    report = DiffReport(unpaired=len(before.get(None, ())) + len(after.get(None, ())))
+    for name in dict.fromkeys([*before, *after]):
+        if name is None:
+            continue
+        olds, news = before.get(name, []), after.get(name, [])
+        report.only_before += max(0, len(olds) - len(news))
+        report.only_after += max(0, len(news) - len(olds))
+        for old, new in zip(olds, news, strict=False):
+            change = compare_records(old, new, tolerance)
+            report.add(change)
+            if change.kind != "same":
+                report.worst.append((change, old, new))
+    report.worst.sort(key=lambda entry: entry[0].severity(_margin(entry[1]) or 0.0))
+    del report.worst[keep:]
+    return report
+
+
+def compare_records(old: Record, new: Record, tolerance: float) -> ImageChange:
+    """Return the change between two records of an image."""
+    before, after = _label_or_code(old), _label_or_code(new)
+    margins = [margin for margin in (_margin(old), _margin(new)) if margin is not None]
+    margin = margins[1] - margins[0] if len(margins) == 2 else None
+    status = None if old.status == new.status else f"{old.status} -> {new.status}"
+    moved: tuple[int, ...] | None = None
+    largest: float | None = None
+    slots = unmatched = 0
+    kind: Kind = "same"
+    if isinstance(old, Failed) or isinstance(new, Failed):
+        kind = "same" if before == after and status is None else "error"
+    elif before != after:
+        kind = "class"
+    else:
+        by_number = {slot.slot: slot for slot in new.evidence}
+        # slots that only one of the models has, such as dropped ones, are no pairs
+        pairs = [(slot, by_number[slot.slot]) for slot in old.evidence if slot.slot in by_number]
+        slots, unmatched = len(pairs), len(old.evidence) + len(new.evidence) - 2 * len(pairs)
+        moved = tuple(one.slot for one, other in pairs if _is_moved(one, other)) if pairs else None
+        parts = [(one.contribution, other.contribution) for one, other in pairs]
+        largest = max((abs(b - a) for a, b in parts if a is not None and b is not None), default=None)
+        if moved or unmatched:
+            kind = "cell"
+        elif (largest or 0.0) > tolerance:
+            kind = "contribution"
+        elif abs(margin or 0.0) > tolerance or status is not None:
+            kind = "margin"
+    digests = old.image_sha256, new.image_sha256
+    return ImageChange(
+        new.image or "", new.image_index, kind, before, after, status, moved, slots, unmatched, largest,
+        margin, image_changed=None not in digests and digests[0] != digests[1],
     )  # fmt: skip
-    return out / RESULTS
 
 
-def _image_loader(report: DiffReport, options: DiffOptions) -> Callable[[Record], Image | None]:
-    """Return a function that loads the images of the largest changes: from the images given, else by name."""
-    from opal_deploy.api.explanation import load_record_image
-    from opal_deploy.auditing.images import RecordSources, locate
-    from opal_deploy.records.names import unescape_name
-    from opal_deploy.sources import discovery
-    from opal_deploy.sources.image import Skipped
+def _label_or_code(record: Record) -> str:
+    return record.error.code if isinstance(record, Failed) else record.prediction.label
 
-    shown = [record for _, old, new in report.worst for record in (old, new)]
-    images = [os.fspath(image) for image in options.images]
-    sources = RecordSources(discovery.discover(images, Skipped(), sys.stdin) if images and shown else (), shown)
 
-    def load(record: Record) -> Image | None:
-        item = sources.find(record)
-        try:
-            source = locate(unescape_name(record.image or ""), Path(options.root)) if item is None else item.source
-            return load_record_image(record, source, options.max_pixels)
-        except ImageError:
-            return None
+def _margin(record: Record) -> float | None:
+    return record.margin if isinstance(record, Answered) else None
 
-    return load
+
+def _is_moved(old: Slot, new: Slot) -> bool:
+    (x0, y0, x1, y1), (u0, v0, u1, v1) = old.box, new.box
+    width, height = x1 - x0, y1 - y0
+    if abs((u1 - u0) - width) <= _SAME_SIDE * width and abs((v1 - v0) - height) <= _SAME_SIDE * height:
+        return old.cell != new.cell
+    return not (x0 <= (u0 + u1) / 2 <= x1 and y0 <= (v0 + v1) / 2 <= y1)

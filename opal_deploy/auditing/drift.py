@@ -5,21 +5,28 @@ Light to import.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from opal_deploy.errors import UsageError, require
+from opal_deploy.artifact.files import compute_sha256, without_folders
+from opal_deploy.artifact.output_file import check_output
+from opal_deploy.auditing.results import find_results, read_records
+from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.options import Option, Options, StrPath, keywords
-from opal_deploy.records.record import Record
+from opal_deploy.records.record import Answered
 
 if TYPE_CHECKING:
-    from opal_deploy.artifact.baseline import Baseline
-    from opal_deploy.auditing.observed import Layout
-    from opal_deploy.auditing.results import Results
-    from opal_deploy.records.shifts import Shift
+    from opal_deploy.artifact.baseline import Baseline, Observations
+    from opal_deploy.artifact.metadata import Metadata
+    from opal_deploy.records.drift import Shift
+
+# images from which a sample can be compared at all
+_MIN_SAMPLE = 20
+# records that become observations together
+_BLOCK = 1_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +34,10 @@ class DriftOptions(Options):
     """The options of `find_drift` and `opal-deploy drift`."""
 
     baseline: Annotated[
-        StrPath | None,
-        Option("Model whose baseline to compare with.", default="the run's model, where it is found", cli=Path),
+        StrPath | None, Option("Model that gave the results, with its baseline. Required.", default="", cli=Path)
     ] = None
     against: Annotated[
-        StrPath | Sequence[Record | Mapping[str, Any]] | None,
-        Option("Earlier results of the same model, to compare with instead.", cli=str),
+        StrPath | None, Option("Earlier results of the same model, to compare with instead.", cli=Path)
     ] = None
     max_q: Annotated[float, Option("Largest false discovery rate of a shift.", min=0, max=1)] = 0.01
     min_effect: Annotated[float, Option("Smallest effect of a shift, 0 to 1.", min=0, max=1)] = 0.1
@@ -58,6 +63,7 @@ class DriftReport:
         tests: all comparisons, shifts included.
         smallest_shift: distance from which a shift of cosine or margin would have been found.
         class_names: the model's.
+        causes: likely causes of the shifts, by the section of docs/howto/drift.md that says what to do.
     """
 
     images: int
@@ -68,6 +74,7 @@ class DriftReport:
     tests: Sequence[Shift]
     smallest_shift: float
     class_names: Sequence[str]
+    causes: Mapping[str, str]
 
     def has(self, kind: Literal["any", "evidence"]) -> bool:
         """Return whether there is a shift; for `evidence`, shifts of class shares do not count."""
@@ -75,101 +82,109 @@ class DriftReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report for JSON, without the comparisons that are no shifts."""
-        return {
-            "images": self.images,
-            "failed": self.failed,
-            "baseline_images": self.baseline_images,
-            "reference": self.reference,
-            "tests": len(self.tests),
-            "smallest_shift": self.smallest_shift,
-            "shifts": [shift.to_dict(self.class_names) for shift in self.shifts],
-        }
+        names = ("images", "failed", "baseline_images", "reference", "smallest_shift")
+        shifts = [shift.to_dict(self.class_names) for shift in self.shifts]
+        return {**{name: getattr(self, name) for name in names}, "tests": len(self.tests), "shifts": shifts}
+
+
+class ObservedRun(NamedTuple):
+    """A results.jsonl with the observations of its answers, in their order, and the number of failed images."""
+
+    path: Path
+    observations: Observations
+    failed: int
 
 
 @keywords(DriftOptions)
-def find_drift(results: StrPath | Sequence[Record | Mapping[str, Any]], options: DriftOptions) -> DriftReport:
+def find_drift(results: StrPath, options: DriftOptions) -> DriftReport:
     """Compare the answers of a run with a model's baseline, or with another run, and write the page if `html` is given.
 
     Args:
-        results: results.jsonl, its folder, or its results.parquet or results.csv; the URL of a run in a bucket; or
-            records in memory, including `Model.predict`'s, which need `baseline` or `against`. `against` takes the
-            same.
+        results: results.jsonl, or its folder; `against` takes the same.
 
     Raises:
         MissingExtra: SciPy, of the extra `drift`, is not installed.
         UsageError: a file cannot be read, the results are not the model's, or there are too few.
     """
     require("scipy", "drift", "drift")
-    from opal_deploy.artifact.output_file import check_output
-    from opal_deploy.auditing.observed import Observed
-    from opal_deploy.auditing.results import Results
-    from opal_deploy.records.drift import DriftCounts
-    from opal_deploy.records.shifts import Limits, Share
+    from opal_deploy.artifact.baseline import Baseline
+    from opal_deploy.records.drift import Comparison, find_smallest_shift, interpret, select_shifts
+    from opal_deploy.runtime.select import read_model_metadata
 
-    require("scipy", "drift", "drift")
+    path = find_results(results)
     if options.html is not None:
-        named = (results, options.baseline, options.against)
-        inputs = [source for source in named if isinstance(source, str | os.PathLike)]
+        inputs = [source for source in (path, options.baseline, options.against) if source is not None]
         check_output("--html", Path(options.html), [".html"], inputs=inputs, overwrite=options.overwrite)
-    now = Results(results)
-    earlier = None if options.against is None else Results(options.against)
-    baseline, layout, sha256, reference = _find_reference(now, earlier, options)
-    counts, observed = DriftCounts(baseline, layout.class_map), Observed(now, layout, sha256)
-    for _, observations in observed:
-        counts.add(observations)
-    observed.check_enough(counts.images)
-    tests, limits = counts.compare(), Limits(options.max_q, options.min_effect)
+    if options.baseline is None:
+        raise UsageError(f"{path}: give the model that gave these results as --baseline MODEL")
+    model = Path(options.baseline)
+    metadata, sha256 = read_model_metadata(model), compute_sha256(model)
+    if metadata.evidence != "exact":
+        raise UsageError(f"{model}: evidence {metadata.evidence} found; expected a model with single cells as evidence")
+    earlier = None
+    if options.against is not None:
+        earlier = _observe(find_results(options.against), metadata, sha256)
+        baseline = Baseline.measure(earlier.observations, "earlier", metadata.stride, metadata.class_map)
+        reference = without_folders(str(options.against))
+    else:
+        baseline = _read_baseline(model, metadata)
+        reference = f"the baseline of {model.name} ({baseline.split} images)"
+    now = _observe(path, metadata, sha256)
+    comparison = Comparison(now.observations, baseline, metadata.class_map)
+    tests, images = comparison.list_tests(), len(now.observations)
+    shifts = select_shifts(tests, options.max_q, options.min_effect)
     report = DriftReport(
-        counts.images, observed.failed, baseline.images, reference, limits.select(tests), tests,
-        limits.smallest_shift(tests, Share(counts.images, baseline.images)), layout.class_names,
+        images, now.failed, baseline.images, reference, shifts, tests,
+        find_smallest_shift(tests, (baseline.images, images), options.max_q, options.min_effect), metadata.class_names,
+        interpret(shifts),
     )  # fmt: skip
     if options.html is not None:
-        from opal_deploy.auditing.drift_page import write_page
+        from opal_deploy.auditing.pages import write_drift
 
-        write_page(Path(options.html), report, counts, (now, earlier), layout, options)
+        page, root = Path(options.html), Path(options.root)
+        write_drift(page, report, comparison, now, earlier, root, overwrite=options.overwrite)
     return report
 
 
-def _find_reference(
-    now: Results, earlier: Results | None, options: DriftOptions
-) -> tuple[Baseline, Layout, str | None, str]:
-    """Return the baseline, the model's layout, its digest if known, and a description of the baseline."""
-    from opal_deploy.artifact.files import compute_sha256, without_folders
-    from opal_deploy.auditing.observed import Layout, Observed, find_model
-    from opal_deploy.errors import ArtifactError
-    from opal_deploy.runtime.select import read_model_metadata
-
-    path = Path(options.baseline) if options.baseline is not None else find_model(now)
-    metadata = None if path is None else read_model_metadata(path)
-    sha256 = None if path is None else compute_sha256(path)
-    if earlier is not None:
-        layout = Layout.of_results(now) if metadata is None else Layout.of_model(metadata)
-        observed = Observed(now, layout, sha256)
-        if metadata is None:
-            # finds the classes that only these results have
-            for _ in observed:
-                pass
-        baseline = Observed(earlier, layout, sha256 or observed.model_sha256).sample_baseline()
-        return baseline, layout, sha256, without_folders(earlier.shown)
-    if path is None or metadata is None:
-        missing = "no model given" if now.in_memory else "its model is neither next to it, in this folder nor in runs/"
-        raise UsageError(f"{now.shown}: {missing}; give --baseline MODEL, or --against earlier results")
-    if metadata.evidence != "exact":
-        raise UsageError(
-            f"{path}: no single cell is its evidence (evidence {metadata.evidence}); expected an OPAL model"
-        )
+def _read_baseline(model: Path, metadata: Metadata) -> Baseline:
     if not metadata.is_opal:
         raise UsageError(
-            f"{path}: its records list only the strongest prototypes of a class (head {metadata.head_kind}), which no "
+            f"{model}: its records list only the strongest prototypes of a class (head {metadata.head_kind}), which no "
             "baseline of all prototypes can be compared with; give --against earlier results"
         )
     try:
-        known = metadata.known_baseline
+        baseline = metadata.known_baseline
     except ArtifactError as error:
-        raise ArtifactError(f"{path}: {error}") from None
-    if known is None:
+        raise ArtifactError(f"{model}: {error}") from None
+    if baseline is None:
         raise UsageError(
-            f"{path}: it has no baseline; measure it with `opal-deploy evaluate DATA --split val --record --model "
-            f"{path}`, or give --against earlier results"
+            f"{model}: it has no baseline; measure it with `opal-deploy evaluate DATA --split val --record --model "
+            f"{model}`, or give --against earlier results"
         )
-    return known, Layout.of_model(metadata), sha256, f"the baseline of {path.name} ({known.split} images)"
+    return baseline
+
+
+def _observe(results: Path, metadata: Metadata, sha256: str) -> ObservedRun:
+    """Return the observations of a run; raise UsageError for too few answers, another model or missing evidence."""
+    from opal_deploy.artifact.baseline import Observations
+    from opal_deploy.records.evidence import observe_records
+
+    blocks, failed = list[Observations](), 0
+    records = read_records(results)
+    while block := list(islice(records, _BLOCK)):
+        answered = [record for record in block if isinstance(record, Answered)]
+        failed += len(block) - len(answered)
+        for record in answered:
+            if record.model_sha256 not in (None, sha256):
+                raise UsageError(
+                    f"{results}: records of another model (sha256 {record.model_sha256[:12]}..., expected "
+                    f"{sha256[:12]}...); give results of one model, and that model's file"
+                )
+        try:
+            if answered:
+                blocks.append(observe_records(answered, metadata))
+        except (ValueError, OverflowError) as error:
+            raise UsageError(f"{results}: its records have {error}; expected results of this model") from None
+    if (count := sum(map(len, blocks))) < _MIN_SAMPLE:
+        raise UsageError(f"{results}: images with an answer: {count}; expected at least {_MIN_SAMPLE} to compare")
+    return ObservedRun(results, Observations.concatenate(blocks), failed)

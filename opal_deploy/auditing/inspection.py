@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from opal_deploy.artifact.files import model_kind
+from opal_deploy.artifact import onnx_file
+from opal_deploy.artifact.baseline import Baseline
+from opal_deploy.artifact.checkpoint_index import TensorInfo, read_index
+from opal_deploy.artifact.documents import check_checkpoint
+from opal_deploy.artifact.engine_file import check_engine, read_checks, read_sidecar
+from opal_deploy.artifact.files import compute_sha256, model_kind
+from opal_deploy.artifact.measurements import ReceptiveField, describe_calibration, describe_edits, list_evaluation
+from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.logs import one_line
 from opal_deploy.options import StrPath
-
-if TYPE_CHECKING:
-    from opal_deploy.artifact.metadata import Metadata
 
 _NAMES_SHOWN = 8
 # model.checkpoint.FORMAT, whose module imports torch
@@ -62,15 +66,13 @@ def inspect(model: StrPath) -> Inspection:
 
 
 def _inspect_onnx(path: Path) -> Inspection:
-    from opal_deploy.artifact import onnx_file
-
     header, metadata = onnx_file.read_header(path), onnx_file.read_metadata(path)
     intact, state = _check_digest(lambda: onnx_file.check_digest(path, metadata))
     document = {"path": str(path), "kind": "onnx", "opset": header.opset, "ir_version": header.ir_version}
     lines = [
         ("file", f"{path} ({path.stat().st_size / 1e6:.1f} MB), ONNX opset {header.opset}, IR {header.ir_version}"),
         ("digest", f"{metadata.file_sha256[:16]}... {state}"),
-        *_describe_metadata(metadata, path),
+        *describe_metadata(metadata, path),
     ]
     return Inspection({**document, "intact": intact, "metadata": _count_test_vectors(metadata)}, lines)
 
@@ -84,8 +86,6 @@ def _check_digest(check: Callable[[], object]) -> tuple[bool, str]:
 
 
 def _inspect_engine(path: Path) -> Inspection:
-    from opal_deploy.artifact.engine_file import check_engine, read_checks, read_sidecar
-
     sidecar = read_sidecar(path)
     intact, state = _check_digest(lambda: check_engine(path))
     metadata, checks = sidecar.metadata, read_checks(path)
@@ -106,7 +106,7 @@ def _inspect_engine(path: Path) -> Inspection:
         ("state", f"{sidecar.state['state']}: {sidecar.state.get('why') or 'on ' + sidecar.state['machine']['gpu']}"),
         *[("checked", f"{c.when} on {c.machine.get('gpu')}, driver {c.machine.get('driver')}: "
            f"{'test vectors reproduced' if c.passed else 'FAILED'}") for c in checks],
-        *_describe_metadata(metadata, path),
+        *describe_metadata(metadata, path),
     ]  # fmt: skip
     return Inspection(document, lines)
 
@@ -115,9 +115,8 @@ def _count_test_vectors(metadata: Metadata) -> dict[str, Any]:
     return {**metadata.to_dict(), "test_vectors": {"images": len(metadata.test_vectors.get("images", []))}}
 
 
-def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
-    from opal_deploy.artifact.measurements import describe_calibration, describe_edits, list_evaluation
-
+def describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
+    """Return name and value of each fact in the metadata of a model at `path`."""
     rows, cols = metadata.grid
     height, width = metadata.input_size
     layout = {
@@ -128,82 +127,76 @@ def _describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
     crop = "; images cropped to boxes first" if metadata.crop == "boxes" else ""
     source, report, made = metadata.source, metadata.verification, metadata.exporter
     assumed = f"; assumed {source['assumed']}" if source.get("assumed") else ""
-    quantised = made.get("quantised")
-    metrics = metadata.training.get("metrics", {})
-    dropped = _count_dropped(metadata.dropped)
-    head = metadata.describe_head(dropped)
+    quantised = f"; quantised: {made['quantised']}" if made.get("quantised") else ""
+    head = metadata.describe_head(_count_dropped(metadata.dropped))
     if metadata.evidence == "none":
         head = "its own classifier" if metadata.head.get("plain") else "a dense layer"
-    lines = [
+    verified = f"NO: {metadata.unverified}"
+    if not metadata.unverified and report:
+        verified = (
+            f"against {report.get('reference')} on {report.get('image_set')}, batches {report.get('batches')}: largest "
+            f"cosine difference {_format_number(report.get('max_cosine'))}, {report.get('cells_different')} of "
+            f"{report.get('cells')} cells differ"
+        )
+    return [
         ("network", f"{metadata.backbone}, {metadata.num_classes} classes, {head}, grid {rows}x{cols}, "
          f"cells of {metadata.stride} pixels" + (", all layers kept" if metadata.keep_layers else "")),
         ("evidence", {"exact": "exact: each slot's score comes from one cell", "map": "map: averages, no single cell",
                       "none": "none: no anchors, logits only"}[metadata.evidence]),
-        ("classes", _list_names(list(metadata.class_names))),
+        ("classes", _list_names(metadata.class_names)),
         ("input", f"{metadata.input_kind} {layout}, {metadata.resize}{crop}"),
-        ("normalised", _format_normalisation(vars(metadata))),
         ("outputs", ", ".join(metadata.outputs) + (f" of the best {metadata.top_k} classes" if metadata.top_k else "")),
-        ("precision", metadata.precision + (f"; quantised: {quantised}" if quantised else "")),
+        ("precision", metadata.precision + quantised),
         ("source", f"{source.get('file', 'unknown')} ({source.get('format', 'unknown')}), "
          f"sha256 {str(source.get('sha256', 'unknown'))[:16]}...{assumed}"),
-        *_describe_weights(metadata.training),
-        *_describe_start(metadata.training),
-        *(("edit", line) for line in describe_edits(metadata.edits)),
+        ("metrics", _format_metrics(metadata.training.get("metrics") or {})),
+        *_list_measurements(vars(metadata), metadata.risk, path, metadata.input_size,
+                            exact=metadata.evidence == "exact", export_of=metadata.find_checkpoint(path)),
+        *([("exported by", metadata.describe_exporter())] if made else []),
+        *([("verified", verified)] if metadata.unverified or report else []),
+        ("test vectors", str(len(metadata.test_vectors.get("images", [])))),
     ]  # fmt: skip
-    if metrics:
-        lines.append(("training", _format_metrics(metrics)))
-    if metadata.risk:
-        lines.append(("risk", _format_risk(metadata.risk)))
-    lines.append(("calibration", describe_calibration(metadata.calibration)))
-    if metadata.evidence == "exact":
-        lines += list_evaluation(metadata.evaluation, path, export_of=metadata.find_checkpoint(path))
-        lines += _describe_baseline(metadata.baseline)
-    lines += _describe_receptive_field(metadata.receptive_field, metadata.input_size)
-    if made:
-        lines.append(("exported by", metadata.describe_exporter()))
-    if metadata.unverified:
-        lines.append(("verified", f"NO: {metadata.unverified}"))
-    elif report:
-        against = f"{report.get('reference')} on {report.get('image_set')}, batches {report.get('batches')}"
-        cosine = _format_number(report.get("max_cosine"))
-        cells = f"{report.get('cells_different')} of {report.get('cells')} cells differ"
-        lines.append(("verified", f"against {against}: largest cosine difference {cosine}, {cells}"))
-    lines.append(("test vectors", str(len(metadata.test_vectors.get("images", [])))))
-    return lines
 
 
-def _format_normalisation(values: dict[str, Any]) -> str:
-    return "; ".join(f"{name} {', '.join(f'{v:g}' for v in values[name])}" for name in ("mean", "std"))
+def _list_measurements(
+    values: Mapping[str, Any],
+    risk: Mapping[str, Any],
+    path: Path,
+    input_size: tuple[int, int],
+    *,
+    exact: bool,
+    export_of: str | None = None,
+) -> Iterator[tuple[str, str]]:
+    """Yield the facts that metadata and checkpoints have under the same names: training, edits and measurements."""
+    training = values.get("training") or {}
+    if weights := training.get("weights"):
+        cfg = weights.get("pretrained_cfg") or {}
+        licence = f"; timm's tag {cfg['tag']}: licence {cfg.get('license', 'not stated')}" if cfg else ""
+        yield "weights", f"{weights.get('origin')}{licence}"
+    if start := training.get("start"):
+        yield "started from", f"{start.get('file')}, sha256 {str(start.get('sha256'))[:16]}..."
+    for line in describe_edits(values.get("edits") or ()):
+        yield "edit", line
+    if risk:
+        yield "risk", _format_risk({"split": "val", **risk})
+    yield "calibration", describe_calibration(values.get("calibration") or {})
+    if exact:
+        yield from list_evaluation(values.get("evaluation") or {}, path, export_of=export_of)
+        baseline = Baseline.from_dict(values.get("baseline") or {})
+        missing = "not measured; `opal-deploy evaluate DATA --model MODEL --split val --record` does"
+        yield from _number_first("baseline", [missing] if baseline is None else baseline.describe())
+    field = ReceptiveField.from_dict(values.get("receptive_field") or {})
+    missing = "receptive field not recorded; `opal-deploy evaluate` measures it for a checkpoint"
+    yield from _number_first("cells", [missing] if field is None else field.describe(input_size))
 
 
-def _describe_start(training: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the line on the checkpoint that training started from, if it did (`train --start-from`)."""
-    if not (start := training.get("start")):
-        return []
-    frozen = ", backbone frozen" if start.get("frozen_backbone") else ""
-    reset = f"; trained anew: {', '.join(start['reset'])}" if start.get("reset") else ""
-    return [("started from", f"{start.get('file')}, sha256 {str(start.get('sha256'))[:16]}...{frozen}{reset}")]
-
-
-def _describe_weights(training: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the line on the weights that training began with, and how their makers prepared images."""
-    if not (weights := training.get("weights")):
-        return []
-    cfg = weights.get("pretrained_cfg")
-    if not cfg:
-        return [("weights", str(weights.get("origin")))]
-    crop = f"{cfg['crop_mode']} crop {cfg['crop_pct']:g} of {'x'.join(map(str, cfg['input_size'][1:]))}"
-    return [
-        ("weights", f"{weights.get('origin')}; timm's tag {cfg['tag']}: licence {cfg.get('license', 'not stated')}, "
-         f"made with {cfg['interpolation']}, {crop} (here: squash-bilinear)"),
-    ]  # fmt: skip
+def _number_first(name: str, values: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the values of one fact, the first one with its name."""
+    for number, value in enumerate(values):
+        yield name if number == 0 else "", value
 
 
 def _inspect_checkpoint(path: Path) -> Inspection:
-    from opal_deploy.artifact.checkpoint_index import TensorInfo, read_index
-    from opal_deploy.artifact.documents import check_checkpoint
-    from opal_deploy.artifact.files import compute_sha256
-
     index = read_index(path)
     ours = index.get("format") == _OUR_FORMAT
     state = index.get("state_dict") if ours else index
@@ -232,24 +225,17 @@ def _inspect_checkpoint(path: Path) -> Inspection:
     elif tensors:
         lines.append(("kind", _state_dict_kind(tensors)))
     else:
-        keys = ", ".join(map(str, list(index)[:_NAMES_SHOWN]))
-        raise ArtifactError(
-            f"{path}: no tensors in it, only {keys or 'nothing'}; expected a checkpoint or a state dict"
-        )
+        raise ArtifactError(f"{path}: no tensors in it; expected a checkpoint or a state dict")
     lines.append(("tensors", f"{len(tensors)}, {parameters / 1e6:.1f} million values"))
     return Inspection(document, lines)
 
 
 def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, str]]:
-    from opal_deploy.artifact.measurements import describe_calibration, describe_edits, list_evaluation
-    from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
-
     config, metrics = index["config"], index.get("metrics") or {}
     head = config["head"]
     # `edit` below names the dropped slots
     parts = [f"{name} {value}" for name, value in head.items() if name not in ("plain", "dropped")]
     dropped = _count_dropped(head.get("dropped") or ())
-    risk = metrics.get("val_risk")
     cut = f", {'all layers' if config.get('keep_layers') else 'cut'} at stride {config.get('stride')}"
     cut = cut if config.get("stride") else ""
     # HeadConfig.evidence
@@ -257,43 +243,15 @@ def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, s
     return [
         ("written by", f"opal-deploy {index.get('version')}"),
         ("network", f"{config['backbone']}, {config['num_classes']} classes, input {tuple(config['input_size'])}{cut}"),
-        ("normalised", _format_normalisation({"mean": IMAGENET_MEAN, "std": IMAGENET_STD, **config})),
         ("head", "the network's own classifier" if head.get("plain") else ", ".join(parts) + dropped),
-        ("classes", _list_names(list(index["class_names"]))),
-        *_describe_weights(index.get("training") or {}),
-        *_describe_start(index.get("training") or {}),
-        *(("edit", line) for line in describe_edits(index.get("edits") or ())),
-        ("metrics", _format_metrics(metrics) or "none"),
-        *([("risk", _format_risk({"split": "val", **risk}))] if isinstance(risk, dict) else []),
-        ("calibration", describe_calibration(index.get("calibration") or {})),
-        *(list_evaluation(index.get("evaluation") or {}, path) if exact else []),
-        *(_describe_baseline(index.get("baseline") or {}) if exact else []),
-        *_describe_receptive_field(index.get("receptive_field") or {}, config["input_size"]),
+        ("classes", _list_names(index["class_names"])),
+        ("metrics", _format_metrics(metrics)),
+        *_list_measurements(index, metrics.get("val_risk") or {}, path, config["input_size"], exact=exact),
     ]
 
 
 def _count_dropped(dropped: Sequence[int]) -> str:
     return f", {len(dropped)} slot{'s' * (len(dropped) != 1)} dropped" if dropped else ""
-
-
-def _describe_baseline(raw: dict[str, Any]) -> list[tuple[str, str]]:
-    from opal_deploy.artifact.baseline import Baseline
-
-    baseline = Baseline.from_dict(raw)
-    if baseline is None:
-        return [("baseline", "not measured; `opal-deploy evaluate DATA --model MODEL --split val --record` does")]
-    first, *others = baseline.describe()
-    return [("baseline", first), *(("", line) for line in others)]
-
-
-def _describe_receptive_field(raw: dict[str, Any], input_size: tuple[int, int]) -> list[tuple[str, str]]:
-    from opal_deploy.artifact.measurements import ReceptiveField
-
-    field = ReceptiveField.from_dict(raw)
-    if field is None:
-        return [("cells", "receptive field not recorded; `opal-deploy evaluate` measures it for a checkpoint")]
-    first, *others = field.describe(input_size)
-    return [("cells", first), *(("", line) for line in others)]
 
 
 def _damaged(path: Path) -> ArtifactError:
@@ -302,30 +260,27 @@ def _damaged(path: Path) -> ArtifactError:
 
 def _state_dict_kind(tensors: dict[str, Any]) -> str:
     anchors = tensors.get("classifier.prototypes")
-    if anchors is None or "final_conv_layer.weight" not in tensors:
+    if "final_conv_layer.weight" not in tensors or anchors is None or len(anchors.shape) != 2 or 0 in anchors.shape:
         return "a bare state dict, not an OPAL checkpoint"
-    if len(anchors.shape) != 2 or 0 in anchors.shape:
-        return f"a state dict whose classifier.prototypes has the shape {list(anchors.shape)}, not an OPAL checkpoint"
     classes, channels = anchors.shape
     return f"an OPAL checkpoint of the authors: {classes} classes, m = {channels // classes}"
 
 
 def _format_metrics(metrics: dict[str, Any]) -> str:
     """Return the metrics that are one number each."""
-    return ", ".join(f"{k} {_format_number(v)}" for k, v in metrics.items() if not isinstance(v, dict))
+    numbers = [f"{name} {_format_number(value)}" for name, value in metrics.items() if not isinstance(value, dict)]
+    return ", ".join(numbers) or "not recorded in the file"
 
 
 def _format_risk(summary: dict[str, Any]) -> str:
     """Return one line for a risk-coverage curve: how many images can be answered at which error rate."""
     coverage = summary["coverage_at_error"]
     shares = ", ".join(f"{float(share):.1%} at {100 * float(error):g} %" for error, share in coverage.items())
-    return (
-        f"{summary['images']} {summary.get('split', 'labelled')} images: error {summary['error']:.2%} where all are "
-        f"answered, AURC {summary['aurc']:.4f}; coverage by error rate: {shares}"
-    )
+    images = f"{summary['images']} {summary['split']} images"
+    return f"{images}: error {summary['error']:.2%} where all are answered; coverage by error rate: {shares}"
 
 
-def _list_names(names: list[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     more = f", ... ({len(names)})" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more
 

@@ -1,18 +1,16 @@
 """Comparison of a recorded explanation with a computed one, field by field.
 
-Discrete fields (names, classes, slots, digests, sizes, codes) must be equal, numbers within a tolerance: the same file
-on the same runtime gives the same bits, but kernels of other machines sum in another order. Rounding decides ties:
-
-    a cell     may differ if its value is within `tie` of the largest (relative). This needs the attention maps: without
-               `attention` among the model's outputs, every other cell is a difference.
-    the class  may differ if both margins are within twice the cosine's tolerance; slots are then not compared.
+Discrete fields (names, classes, cells, digests, sizes, codes) must be equal, numbers within a tolerance: the same file
+on the same runtime gives the same bits, but kernels of other machines sum in another order. The class may differ if
+both margins are within twice the cosine's tolerance; slots are then not compared.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from opal_deploy.artifact.metadata import Metadata
@@ -21,8 +19,10 @@ from opal_deploy.runtime.gates import Gate
 
 # fields that no model computes
 NOT_COMPUTED = frozenset({"image", "image_index", "overlay", "sheet", "drawing_error", "label", "signature"})
+# a slot's name is given by people, and messages may change between versions
+_NOT_COMPARED = re.compile(r"evidence\[\d+\]\.name|error\.message")
+# the code of a damaged file depends on the decoder's version
 _UNREADABLE = ("not_an_image", "truncated_image", "corrupt_image", "unsupported_image")
-_PROBABILITY = "calibrated_probability"
 # relative
 _BOX_TOLERANCE = 1e-6
 
@@ -36,9 +36,6 @@ class _Absent(str):
 
 _ABSENT: Any = _Absent("nothing")
 
-# returns whether the recorded [row, col] of a channel ties with the computed one
-IsTied = Callable[[int, Sequence[int]], bool]
-
 
 @dataclass(frozen=True)
 class Tolerance:
@@ -48,7 +45,6 @@ class Tolerance:
         cosine: of cosines, margins and contributions, absolute.
         logit: relative to max(1, |logit|).
         score: absolute.
-        tie: relative lead of a cell under which another one counts as equal.
         others: of each output with one number per image, by name, absolute.
         temperature: of calibrated probabilities, which follow from logits that may differ; None for a model without.
     """
@@ -56,8 +52,7 @@ class Tolerance:
     cosine: float
     logit: float
     score: float
-    tie: float
-    others: Mapping[str, float]
+    others: Mapping[str, float] = field(default_factory=dict)
     temperature: float | None = None
 
     @staticmethod
@@ -70,39 +65,35 @@ class Tolerance:
         if metadata.precision != "fp32":
             return replace(_LOW_PRECISION[metadata.precision], temperature=metadata.temperature)
         gate = Gate.of_model(metadata).relaxed_for_machine()
-        return Tolerance(gate.cosine, gate.logit, gate.score, gate.tie, gate.others, metadata.temperature)
+        return Tolerance(gate.cosine, gate.logit, gate.score, gate.others, metadata.temperature)
 
     def describe(self) -> str:
         """Return the main tolerances in words."""
         return f"cosine {self.cosine:g}, score {self.score:g}, logit {self.logit:g} relative"
 
-    def of_field(self, field: str) -> float | None:
-        """Return the largest accepted difference of a field such as `evidence[2].score`; None for others."""
-        by_key = {"cosine": self.cosine, "contribution": self.cosine, "score": self.score}
-        return (
-            by_key.get(field.rpartition(".")[2])
-            if "." in field
-            else {**self.others, "margin": 2 * self.cosine}.get(field)
-        )
+    def find_limit(self, path: str, expected: Mapping[str, Any]) -> float | None:
+        """Return the largest accepted difference of a number, absolute; None for fields that are no such number.
 
-    def of_logit(self, logit: float) -> float:
-        """Return the largest accepted difference of a logit, absolute."""
-        return self.logit * max(1.0, abs(logit))
-
-    def of_probability(self, logit: float) -> float:
-        """Return the largest accepted difference of the calibrated probability of a class with this logit, absolute.
-
-        With p = softmax(l / T), logits that differ by d each change p by at most 2 d p (1 - p) / T, which is d / (2 T)
-        or less.
+        Args:
+            path: the field, such as `evidence[2].score`.
+            expected: all computed values by path.
         """
-        return 0.0 if self.temperature is None else self.of_logit(logit) / (2.0 * self.temperature)
+        parent, _, name = path.rpartition(".")
+        if name in ("logit", "calibrated_probability"):
+            limit = self.logit * max(1.0, abs(float(expected[f"{parent}.logit"])))
+            if name == "logit":
+                return limit
+            # with p = softmax(l / T), logits that differ by d each change p by at most 2 d p (1 - p) / T <= d / (2 T)
+            return 0.0 if self.temperature is None else limit / (2.0 * self.temperature)
+        limits = {"cosine": self.cosine, "contribution": self.cosine, "score": self.score, "margin": 2 * self.cosine}
+        return limits[name] if name in limits else self.others.get(name)
 
 
 # ten units in the last place of the body's format, at values near 1; int8 kernels differ in how they saturate
 _LOW_PRECISION = {
-    "fp16": Tolerance(cosine=5e-3, logit=1e-2, score=1e-2, tie=1e-2, others=dict.fromkeys(PER_IMAGE, 1e-2)),
-    "bf16": Tolerance(cosine=4e-2, logit=8e-2, score=8e-2, tie=8e-2, others=dict.fromkeys(PER_IMAGE, 4e-2)),
-    "int8": Tolerance(cosine=4e-2, logit=8e-2, score=8e-2, tie=8e-2, others=dict.fromkeys(PER_IMAGE, 4e-2)),
+    "fp16": Tolerance(cosine=5e-3, logit=1e-2, score=1e-2, others=dict.fromkeys(PER_IMAGE, 1e-2)),
+    "bf16": Tolerance(cosine=4e-2, logit=8e-2, score=8e-2, others=dict.fromkeys(PER_IMAGE, 4e-2)),
+    "int8": Tolerance(cosine=4e-2, logit=8e-2, score=8e-2, others=dict.fromkeys(PER_IMAGE, 4e-2)),
 }
 
 
@@ -116,125 +107,91 @@ class FieldDifference:
 
     def __str__(self) -> str:
         """Return one line for a person."""
-        return f"{self.field} is recorded as {_format_value(self.recorded)}, computed as {_format_value(self.computed)}"
+        old, new = (f"{text:.77}..." if len(text := repr(v)) > 80 else text for v in (self.recorded, self.computed))
+        return f"{self.field} is recorded as {old}, computed as {new}"
 
 
 def diff_records(
-    recorded: dict[str, Any],
-    computed: dict[str, Any],
-    tolerance: Tolerance,
-    is_tied: IsTied = lambda channel, cell: False,
+    recorded: Mapping[str, Any], computed: Mapping[str, Any], tolerance: Tolerance
 ) -> list[FieldDifference]:
     """Return the fields of a record's document, which may hold any JSON, that differ from the one computed now.
 
     The computed document has all of the model's classes in `top`.
     """
-    expected = {key: value for key, value in computed.items() if key not in NOT_COMPUTED}
-    margins = [_finite_number(record.get("margin")) for record in (recorded, computed)]
-    is_undecided = (
-        all(margin is not None and abs(margin) <= 2 * tolerance.cosine for margin in margins)
-        and "prediction" in expected
-        and _class_id(recorded.get("prediction")) != expected["prediction"]["class_id"]
+    old, new = (
+        {key: value for key, value in record.items() if key not in NOT_COMPUTED} for record in (recorded, computed)
     )
-    if is_undecided:
-        expected["prediction"] = _find_answer(recorded.get("prediction"), computed) or expected["prediction"]
-        # slots of another class
-        expected["evidence"] = recorded.get("evidence", _ABSENT)
-    if "top" in expected:
-        expected["top"] = _choose_top(recorded.get("top"), computed, tolerance)
-    if not is_undecided and "evidence" in expected and isinstance(recorded.get("evidence"), list):
-        slots = [*recorded["evidence"], *[None] * len(expected["evidence"])]
-        expected["evidence"] = [
-            _choose_slot(slot, other, is_tied) for slot, other in zip(slots, computed["evidence"], strict=False)
-        ]
-    old = {key: value for key, value in recorded.items() if key not in NOT_COMPUTED}
-    differences = list(
-        _walk("", old, {key: value for key, value in expected.items() if value is not _ABSENT}, tolerance)
-    )
+    if "prediction" in new:
+        new["top"] = _choose_top(old.get("top"), computed["top"], tolerance)
+        margins = [_finite_number(record.get("margin")) for record in (old, new)]
+        answer = _find_answer(old.get("prediction"), computed["top"])
+        is_undecided = all(margin is not None and abs(margin) <= 2 * tolerance.cosine for margin in margins)
+        if is_undecided and answer is not None and answer != new["prediction"]:
+            new["prediction"] = answer
+            # slots of another class
+            old, new = ({k: v for k, v in record.items() if k != "evidence"} for record in (old, new))
+    before, after = _flatten(old), _flatten(new)
+    differences = [
+        FieldDifference(path, before.get(path, _ABSENT), after.get(path, _ABSENT))
+        for path in dict.fromkeys([*after, *before])
+        if not _NOT_COMPARED.fullmatch(path) and not _is_equal(path, before, after, tolerance)
+    ]
     top = recorded.get("top")
     if isinstance(top, list) and top and top[0] != recorded.get("prediction"):
         differences.append(FieldDifference("top[0]", top[0], recorded.get("prediction")))
     return differences
 
 
-def _class_id(answer: Any) -> Any:
-    return answer.get("class_id") if isinstance(answer, dict) else None
-
-
-def _find_answer(answer: Any, computed: Mapping[str, Any]) -> Any:
+def _find_answer(answer: Any, top: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the computed answer of the same class at any rank; None without one."""
-    return next((other for other in computed.get("top", ()) if other["class_id"] == _class_id(answer)), None)
+    class_id = answer.get("class_id") if isinstance(answer, dict) else None
+    return next((other for other in top if other["class_id"] == class_id), None)
 
 
-def _choose_top(old: Any, computed: Mapping[str, Any], tolerance: Tolerance) -> Any:
+def _choose_top(old: Any, new: list[dict[str, Any]], tolerance: Tolerance) -> list[dict[str, Any]]:
     """Return the computed answers to compare a record's `top` with: equal logits may come in any order."""
-    new = computed["top"]
     if not isinstance(old, list) or not 0 < len(old) <= len(new):
         return new
     expected = []
-    for rank, answer in enumerate(old):
-        other = _find_answer(answer, computed)
-        if other is None:
-            expected.append(new[rank])
-            continue
-        is_late = other["class_id"] in [_class_id(earlier) for earlier in old[:rank]]
-        lead = abs(other["logit"] - new[rank]["logit"])
-        if is_late or lead > 2 * tolerance.of_logit(new[rank]["logit"]):
-            other = {**other, "class_id": new[rank]["class_id"]}
-        expected.append(other)
+    for answer, usual in zip(old, new, strict=False):
+        other = _find_answer(answer, new) or usual
+        is_tied = abs(other["logit"] - usual["logit"]) <= 2 * tolerance.logit * max(1.0, abs(usual["logit"]))
+        expected.append(other if is_tied else {**other, "class_id": usual["class_id"]})
     return expected
 
 
-def _choose_slot(old: Any, new: Mapping[str, Any], is_tied: IsTied) -> Mapping[str, Any]:
-    """Return the computed slot; where the recorded cell ties with its own, at that cell."""
-    cell: Any = old.get("cell") if isinstance(old, dict) else None
-    is_cell = isinstance(cell, list) and len(cell) == 2 and all(type(side) is int and side >= 0 for side in cell)
-    if not is_cell or cell == new["cell"] or not is_tied(new["channel"], cell):
-        return new
-    # the box belongs to the cell: as far from the computed one as the cells are apart
-    (row, col), (x0, y0, x1, y1) = new["cell"], new["box"]
-    across, down = (cell[1] - col) * (x1 - x0), (cell[0] - row) * (y1 - y0)
-    return {**new, "cell": cell, "box": [x0 + across, y0 + down, x1 + across, y1 + down]}
+def _flatten(document: Any) -> dict[str, Any]:
+    """Return the values of a document by their paths: the fields of objects, also of those in lists."""
+    leaves: dict[str, Any] = {}
+    # a document may be nested more deeply than Python's stack
+    pending = [("", document)]
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, dict) and value:
+            pending += [(f"{path}.{key}".lstrip("."), entry) for key, entry in reversed(value.items())]
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            pending += [(f"{path}[{index}]", entry) for index, entry in reversed(list(enumerate(value)))]
+        else:
+            leaves[path] = value
+    return leaves
 
 
-def _walk(field: str, old: Any, new: Any, tolerance: Tolerance) -> Iterator[FieldDifference]:
-    """Yield the differences below a field: of objects by key, of lists of objects by place."""
-    if isinstance(new, dict) and isinstance(old, dict):
-        for key in dict.fromkeys([*new, *old]):
-            # a slot's name is given by people, and messages may change between versions
-            if (key, field[:8]) in (("name", "evidence"), ("message", "error")):
-                continue
-            a, b = old.get(key, _ABSENT), new.get(key, _ABSENT)
-            where = f"{field}.{key}".lstrip(".")
-            if a is _ABSENT or b is _ABSENT:
-                yield FieldDifference(where, a, b)
-            elif key in ("logit", _PROBABILITY):
-                limit = tolerance.of_logit(new["logit"]) if key == "logit" else tolerance.of_probability(new["logit"])
-                yield from _compare_numbers(where, a, b, limit)
-            else:
-                yield from _walk(where, a, b, tolerance)
-    elif isinstance(new, list) and new and isinstance(new[0], dict) and isinstance(old, list) and len(old) == len(new):
-        for index, (a, b) in enumerate(zip(old, new, strict=True)):
-            yield from _walk(f"{field}[{index}]", a, b, tolerance)
-    elif (allowed := tolerance.of_field(field)) is not None:
-        yield from _compare_numbers(field, old, new, allowed)
-    elif field.endswith(".box"):
-        sides = [_finite_number(side) for side in old] if isinstance(old, list) else []
-        pairs = list(zip(sides, new, strict=False))
-        if len(sides) != 4 or any(a is None or abs(a - b) > _BOX_TOLERANCE * max(1.0, abs(b)) for a, b in pairs):
-            yield FieldDifference(field, old, new)
-    # the code of a damaged file depends on the decoder's version
-    elif field == "error.code" and old in _UNREADABLE and new in _UNREADABLE:
-        return
-    elif old != new or type(old) is not type(new):
-        yield FieldDifference(field, old, new)
+def _is_equal(path: str, before: Mapping[str, Any], after: Mapping[str, Any], tolerance: Tolerance) -> bool:
+    if path not in before or path not in after:
+        return False
+    old, new = before[path], after[path]
+    if path == "error.code" and old in _UNREADABLE and new in _UNREADABLE:
+        return True
+    if path.endswith(".box") and isinstance(old, list) and len(old) == len(new):
+        return all(_is_close(a, b, _BOX_TOLERANCE * max(1.0, abs(b))) for a, b in zip(old, new, strict=True))
+    if (limit := tolerance.find_limit(path, after)) is not None:
+        return _is_close(old, new, limit)
+    return type(old) is type(new) and bool(old == new)
 
 
-def _compare_numbers(field: str, old: Any, new: Any, allowed: float) -> Iterator[FieldDifference]:
+def _is_close(old: Any, new: Any, limit: float) -> bool:
     a, b = _finite_number(old), _finite_number(new)
-    both_missing = old is None and new is None
-    if not both_missing and (a is None or b is None or abs(a - b) > allowed):
-        yield FieldDifference(field, old, new)
+    return (old is None and new is None) or (a is not None and b is not None and abs(a - b) <= limit)
 
 
 def _finite_number(value: Any) -> float | None:
@@ -246,8 +203,3 @@ def _finite_number(value: Any) -> float | None:
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
-
-
-def _format_value(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

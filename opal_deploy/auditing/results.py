@@ -1,47 +1,53 @@
-"""The one reader of results: results.jsonl, tables, URLs and records in memory, with the run.json next to them.
+"""The one reader of runs: the folder that `infer` wrote, or a results.jsonl such as `serve --records` writes.
 
 Damaged lines are reported; none is skipped.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from opal_deploy.artifact.files import check_regular
-from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.errors import UsageError
 from opal_deploy.options import StrPath
-from opal_deploy.records.lines import MAX_LINE_BYTES, Line, parse_json, parse_record, read_lines
-from opal_deploy.records.record import RECORD_SCHEMA, Record, to_record
+from opal_deploy.records.lines import Line, parse_json, read_lines
+from opal_deploy.records.names import unescape_name
+from opal_deploy.records.record import RECORD_SCHEMA, Record
 from opal_deploy.records.run_files import RESULTS, RUN
-from opal_deploy.records.tables import TABLES, read_table
-from opal_deploy.remote import RemoteFile, is_url, redact
+from opal_deploy.records.signatures import PublicKeys, SignatureDigest
+from opal_deploy.remote import RemoteFile, parse_source
 
-SUFFIX, SINGLE_SUFFIX = ".jsonl", ".json"
-# results by path or URL, or records in memory, including `Model.predict`'s
-AnyResults = StrPath | Sequence[Record | Mapping[str, Any]]
+# ranges of positions named in a message
+_LISTED = 10
+# a run.json may hold anything
+_MOST = 1 << 31
+_VALID = f"The signature of {RUN} is valid"
 
 
 def is_results(path: Path) -> bool:
     """Return whether a path stands for results rather than a model."""
-    return path.suffix in (SUFFIX, SINGLE_SUFFIX) or (path / RESULTS).is_file()
+    return path.suffix == ".jsonl" or path.is_dir()
 
 
-def find_results(path: Path) -> Path:
+def find_results(path: StrPath) -> Path:
     """Return the results.jsonl of a path: the file itself, or the one in that folder; raise UsageError without one."""
-    results = path / RESULTS if path.is_dir() else path
+    results = Path(path)
+    if results.is_dir():
+        results = results / RESULTS
     try:
         check_regular(results)
     except OSError as error:
-        found = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
-        raise UsageError(f"{results}: {found}; expected results.jsonl of `opal-deploy infer`, or its folder") from None
+        problem = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise UsageError(f"{results}: {problem}; expected {RESULTS} of `opal-deploy infer`, or its folder") from None
     return results
 
 
-def read_run_document(results: Path) -> dict[str, Any] | None:
-    """Return the run.json next to a results.jsonl; None if there is none, or a damaged one."""
+def read_run(results: Path) -> dict[str, Any] | None:
+    """Return the document of the run.json next to a results.jsonl; None if there is none, or a damaged one."""
     path = results.parent / RUN
     try:
         document = parse_json(path.read_bytes()) if path.is_file() else None
@@ -52,140 +58,134 @@ def read_run_document(results: Path) -> dict[str, Any] | None:
 
 def read_run_options(results: Path) -> dict[str, Any]:
     """Return the options in the run.json next to a results.jsonl; empty without one."""
-    options = (read_run_document(results) or {}).get("run")
+    options = (read_run(results) or {}).get("run")
     return options if isinstance(options, dict) else {}
 
 
-class Results:
-    """Results that can be read more than once.
-
-    Attributes:
-        shown: the results as messages name them.
-        path: the local file; None in a bucket and in memory.
-    """
-
-    def __init__(self, source: AnyResults) -> None:
-        """Open results.jsonl, its folder or bucket, a table, or records in memory; UsageError if there are none."""
-        self.path: Path | None = None
-        self._source: Path | RemoteFile | Sequence[Record | Mapping[str, Any]]
-        if not isinstance(source, str | os.PathLike):
-            self.shown, self._source = "the records", source
-            return
-        text = os.fspath(source)
-        self.shown = redact(text)
-        if is_url(text):
-            remote = RemoteFile.parse(text)
-            self._source = remote if remote.name.endswith(SUFFIX) else remote.child(RESULTS)
-        else:
-            path = Path(text)
-            self._source = self.path = path if _is_table(path) and path.is_file() else find_results(path)
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether a program passed the records instead of naming a file."""
-        return not isinstance(self._source, Path | RemoteFile)
-
-    def records(self) -> Iterator[Record]:
-        """Yield all records; raise UsageError if the results cannot be read, or are damaged."""
-        if isinstance(self._source, Path) and _is_table(self._source):
-            yield from read_table(self._source)
-        elif isinstance(self._source, Path | RemoteFile):
-            for number, line in enumerate(self.lines(), 1):
-                yield _require_record(self.path or self.shown, number, line)
-        else:
-            try:
-                yield from map(to_record, self._source)
-            except ValueError as error:
-                raise UsageError(
-                    f"{self.shown}: {error}; expected records of `Model.predict` or results.jsonl"
-                ) from None
-
-    def lines(self) -> Iterator[Line]:
-        """Yield every line of a file, whether it is a record or not.
-
-        A .json file is one record, on any number of lines: the answer that `serve` gave for an image.
-
-        Raises:
-            UsageError: the file cannot be read.
-        """
-        source = self._source
-        assert isinstance(source, Path | RemoteFile)
-        try:
-            with source.open() if isinstance(source, RemoteFile) else source.open("rb") as stream:
-                if isinstance(source, RemoteFile) or source.suffix != SINGLE_SUFFIX:
-                    yield from read_lines(stream)
-                    return
-                document = parse_json(data := stream.read(MAX_LINE_BYTES))
-        except ImageError as error:
-            expected = f"; expected a finished run of `infer` with {RESULTS}" if error.code == "not_found" else ""
-            raise UsageError(f"{self.shown}: cannot be read: {error}{expected}") from None
-        except OSError as error:
-            raise UsageError(f"{self.path}: cannot be read ({error.strerror or error})") from None
-        if isinstance(document, dict) and isinstance(document.get("record"), dict):
-            # the answer for an image with an error
-            document = document["record"]
-        yield Line(len(data), document, parse_record(document))
+def scan_lines(results: Path) -> Iterator[Line]:
+    """Yield every line of a results.jsonl, whether it is a record or not; raise UsageError if it cannot be read."""
+    try:
+        with results.open("rb") as stream:
+            yield from read_lines(stream)
+    except OSError as error:
+        raise UsageError(f"{results}: cannot be read ({error.strerror or error})") from None
 
 
-class RecordIndex:
-    """Records of a results.jsonl by image name; memory holds a name and an offset for each.
+def read_records(results: Path) -> Iterator[Record]:
+    """Yield all records; raise UsageError if the file cannot be read, or a line is not a whole record."""
+    for number, line in enumerate(scan_lines(results), 1):
+        yield _require_record(results, number, line)
 
-    Attributes:
-        unnamed: number of records without a name.
-    """
 
-    def __init__(self, path: Path) -> None:
-        """Read the file once; raise UsageError if it cannot be read, or a line is not a record."""
-        results, offset = Results(path), 0
-        self._offsets: dict[str, list[int]] = {}
-        self.unnamed = 0
-        for number, line in enumerate(results.lines(), 1):
-            name = _require_record(path, number, line).image
-            if name is None:
-                self.unnamed += 1
-            else:
-                self._offsets.setdefault(name, []).append(offset)
-            offset += line.size
-        self._stream = path.open("rb")
+def locate_image(record: Record, root: Path) -> Path | RemoteFile:
+    """Return the path (below `root`) or remote file of a record's image; raise ImageError for an unsupported URL."""
+    source = parse_source(unescape_name(record.image or ""))
+    return root / source if isinstance(source, Path) else source
 
-    def count(self, name: str) -> int:
-        """Return the number of records with a name."""
-        return len(self._offsets.get(name, ()))
 
-    def __iter__(self) -> Iterator[str]:
-        """Yield each name once, in the order of the file."""
-        return iter(self._offsets)
-
-    def __getitem__(self, name: str) -> list[Record]:
-        """Return the records with a name, in input order; empty for an unknown name."""
-        records = [self._read(offset) for offset in self._offsets.get(name, ())]
+def group_records(results: Path) -> dict[str | None, list[Record]]:
+    """Return all records by image name, those with the same name in input order; raise UsageError as `read_records`."""
+    groups: dict[str | None, list[Record]] = {}
+    for record in read_records(results):
+        groups.setdefault(record.image, []).append(record)
+    for records in groups.values():
         # concatenated shards may be in another order
-        return sorted(records, key=lambda record: -1 if record.image_index is None else record.image_index)
-
-    def _read(self, offset: int) -> Record:
-        self._stream.seek(offset)
-        line = next(read_lines(self._stream), None)
-        if line is None or line.record is None:
-            raise UsageError(f"{self._stream.name}: changed while it was read; try again")
-        return line.record
-
-    def close(self) -> None:
-        """Close the file."""
-        self._stream.close()
+        records.sort(key=lambda record: -1 if record.image_index is None else record.image_index)
+    return groups
 
 
-def _require_record(name: object, number: int, line: Line) -> Record:
+def _require_record(path: Path, number: int, line: Line) -> Record:
     """Return a line's record; raise UsageError if it is not a record of this schema."""
     if line.record is not None:
         return line.record
     schema = line.document.get("schema", RECORD_SCHEMA) if isinstance(line.document, dict) else RECORD_SCHEMA
     if schema != RECORD_SCHEMA:
         raise UsageError(
-            f"{name}: line {number}: record schema {schema!r} found, {RECORD_SCHEMA} expected; use the opal-deploy "
+            f"{path}: line {number}: record schema {schema!r} found, {RECORD_SCHEMA} expected; use the opal-deploy "
             "version that wrote it"
         )
-    raise UsageError(f"{name}: line {number} is not a whole record of `opal-deploy infer`; the file is damaged")
+    raise UsageError(f"{path}: line {number} is not a whole record of `opal-deploy infer`; the file is damaged")
 
 
-def _is_table(path: Path) -> bool:
-    return path.suffix.lstrip(".") in TABLES
+class RunRecords:
+    """The positions and signatures of all records in a file, to be compared with the run.json next to it."""
+
+    def __init__(self, path: Path) -> None:
+        """Expect the records of a file."""
+        self.path, self.count = path, 0
+        self._positions: list[int] = []
+        self._signatures, self._runs = SignatureDigest(), set[str]()
+
+    def add(self, record: Record | None) -> None:
+        """Add the next line's record; None for a line without one."""
+        if record is None:
+            return
+        self.count += 1
+        if record.image_index is not None:
+            self._positions.append(record.image_index)
+        self._signatures.add(record.signature)
+        if record.signature is not None and record.signature.run is not None and len(self._runs) < 2:
+            self._runs.add(record.signature.run)
+
+    def check(self, keys: PublicKeys | None) -> tuple[list[str], list[str]]:
+        """Compare the records with run.json, whose signature is checked with `keys`, if given.
+
+        Returns:
+            clauses about what is wrong with the run, and sentences about what was checked or could not be.
+        """
+        document = read_run(self.path)
+        if self.path.name != RESULTS or (document is None and not self._runs):
+            # an extract, or answers of `serve`
+            unknown = f"Not checked: whether records are missing; it needs {RESULTS} with its {RUN}"
+            return [], [] if keys is None else [unknown]
+        if keys is not None and (fault := self._find_fault(document, keys)):
+            return [f"{RUN}: {fault}", *self._compare_positions(None, is_shard=_is_shard(document))], []
+        written = (document or {}).get("records")
+        written = written if isinstance(written, dict) else {}
+        count = written.get("count")
+        count = count if type(count) is int and 0 <= count <= _MOST else None
+        faults = self._compare_positions(count, is_shard=_is_shard(document))
+        if not faults and written.get("signatures_sha256") not in (None, self._signatures.hexdigest()):
+            faults.append("the records are not those that the run wrote, or in another order")
+        notes = [] if keys is None else [_VALID]
+        if count is not None and not faults:
+            early = "" if written.get("complete") is True else " before the run stopped early"
+            notes.append(f"{count:,} images were answered{early}, {self.count:,} records are here")
+        return faults, notes
+
+    def _find_fault(self, document: dict[str, Any] | None, keys: PublicKeys) -> str:
+        """Return what is wrong with the signature of run.json; empty if nothing is."""
+        if document is None:
+            return "it is missing or damaged"
+        if fault := keys.find_fault(document):
+            return fault
+        is_other = len(self._runs) > 1 or not self._runs <= {document.get("id")}
+        return "some records are of another run" if is_other else ""
+
+    def _compare_positions(self, count: int | None, *, is_shard: bool) -> list[str]:
+        details = []
+        if self.count and len(self._positions) == self.count:
+            occurrences = Counter(self._positions)
+            # a shard is a contiguous part of the list
+            first = min(occurrences) if is_shard else 0
+            last = max(occurrences) + 1 if count is None else first + count
+            edges = [first - 1, *sorted(position for position in occurrences if position < last), last]
+            if gaps := [(low + 1, high - 1) for low, high in pairwise(edges) if high - low > 1]:
+                details.append(f"missing: {_list_ranges(gaps)}")
+            if repeated := sorted(position for position, number in occurrences.items() if number > 1):
+                details.append(f"repeated: {_list_ranges([(position, position) for position in repeated])}")
+        if count in (None, self.count) and not details:
+            return []
+        answered = "" if count is None else f"{count:,} images were answered, "
+        where = " (image_index)" if details else ""
+        return ["; ".join([f"{answered}{self.count:,} records are here", *details]) + where]
+
+
+def _is_shard(document: dict[str, Any] | None) -> bool:
+    options = (document or {}).get("run")
+    return isinstance(options, dict) and options.get("shard") is not None
+
+
+def _list_ranges(ranges: list[tuple[int, int]]) -> str:
+    listed = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges[:_LISTED])
+    return listed + (f" and {len(ranges) - _LISTED:,} more" if len(ranges) > _LISTED else "")

@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import os
 import secrets
-import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from opal_deploy.artifact.files import check_sha256, compute_sha256, model_kind
+from opal_deploy.auditing.results import find_results, is_results, read_run_options, scan_lines
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.logs import Log, ProgressChoice, WarningLine, as_progress, log_line, one_line
-from opal_deploy.options import Device, ExpectSha256, Option, RuntimeChoice, StrPath, Threads, flag_of, keywords
-from opal_deploy.records.decision import THRESHOLDS, Decision
+from opal_deploy.options import Device, ExpectSha256, Option, RuntimeChoice, StrPath, Threads, keywords
+from opal_deploy.records.decision import Decision
+from opal_deploy.records.signatures import PublicKeys
 
 if TYPE_CHECKING:
-    from opal_deploy.auditing.images import RecordSources
-    from opal_deploy.auditing.verify_records import RecordsReport
+    from opal_deploy.auditing.verify_records import GivenImages, RecordsReport
     from opal_deploy.predict.types import InferenceOptions
-    from opal_deploy.records.record import Record
     from opal_deploy.runtime.session import Session
 
 # findings logged
@@ -43,14 +43,10 @@ class VerifyOptions(Decision):
     seed: Annotated[int | None, Option("Seed of the sample.", default="a new one each time", panel=_RESULTS)] = None
     root: Annotated[StrPath, Option("Folder that image names are relative to.", cli=Path, panel=_RESULTS)] = Path()
     boxes: Annotated[StrPath | None, Option("The run's --boxes file.", cli=Path, panel=_RESULTS)] = None
-    labels: Annotated[
-        str | None, Option("Check labels too: `folders`, or a CSV file (image,label).", panel=_RESULTS)
-    ] = None
     public_key: Annotated[
         tuple[StrPath, ...],
         Option("Check all signatures with this public key (PEM); repeatable.", cli=list[Path], panel=_RESULTS),
     ] = ()
-    batch: Annotated[int | None, Option("The run's --batch.", min=1, panel=_RESULTS)] = None
     device: Device = "auto"
     threads: Threads = None
     runtime: RuntimeChoice = "auto"
@@ -85,30 +81,34 @@ def verify(target: StrPath, options: VerifyOptions) -> Verification:
     """Check a model against its test vectors, or a sample of recorded explanations against their model.
 
     Args:
-        target: an exported model; or results.jsonl, or its folder; or a .json file with an answer of `serve`.
+        target: an exported model; or results.jsonl, or its folder.
 
     Raises:
         UsageError: the call does not fit the target, or a file cannot be read.
         VerificationError: the model does not reproduce its test vectors.
     """
-    from opal_deploy.auditing.results import find_results, is_results
-
     path, model = Path(target), options.model
     if not is_results(path):
         if options.images or options.public_key or model is not None:
             raise UsageError(f"{path}: not a results.jsonl; --model, --public-key and images are only for results")
         return _verify_model(path, options)
-    if model is None and (not options.public_key or options.images or options.labels or options.boxes):
+    if model is None and (not options.public_key or options.images or options.boxes):
         raise UsageError(
             f"{path}: records are compared with a model; give --model MODEL, or only --public-key KEY to check "
             "signatures and whether records are missing"
         )
+    from opal_deploy.auditing.verify_records import verify_signatures
+
     path = find_results(path)
-    return _verify_signatures(path, options) if model is None else _verify_results(path, Path(model), options)
+    public_keys = PublicKeys(options.public_key) if options.public_key else None
+    if model is not None:
+        return _verify_results(path, Path(model), public_keys, options)
+    report = verify_signatures(path, public_keys)
+    options.log("Not checked: whether a model gives these answers; give --model and, if they were moved, the images")
+    return _conclude(path, report, {"model": None}, options.log)
 
 
 def _verify_model(path: Path, options: VerifyOptions) -> Verification:
-    from opal_deploy.artifact.files import check_sha256, compute_sha256, model_kind
     from opal_deploy.runtime.select import open_sessions
     from opal_deploy.runtime.verification import verify_test_vectors, wide_batch
 
@@ -138,75 +138,48 @@ def _verify_model(path: Path, options: VerifyOptions) -> Verification:
     return Verification({"path": str(path), "sha256": sha256, "session": session.description, **comparison.to_dict()})
 
 
-def _verify_signatures(path: Path, options: VerifyOptions) -> Verification:
-    from opal_deploy.auditing.verify_records import verify_signatures
-    from opal_deploy.records.signatures import PublicKeys
-
-    report = verify_signatures(path, PublicKeys(options.public_key))
-    if not (report.records or report.run_faults):
-        raise UsageError(f"{path}: contains no records")
-    _log_run(report, options.log)
-    options.log("Not checked: whether a model gives these answers; give --model and, if they were moved, the images")
-    return Verification({"path": str(path), "model": None, **report.to_dict()}, _describe_failure(path, report))
-
-
-def _verify_results(path: Path, model: Path, options: VerifyOptions) -> Verification:
-    from opal_deploy.artifact.files import check_sha256, compute_sha256
-    from opal_deploy.auditing.results import read_run_options
+def _verify_results(path: Path, model: Path, public_keys: PublicKeys | None, options: VerifyOptions) -> Verification:
+    from opal_deploy.auditing.record_diff import Tolerance
     from opal_deploy.auditing.verify_records import CheckOptions, sample_lines, verify_records
     from opal_deploy.predict.prepare import raise_pillow_limit
-    from opal_deploy.records.signatures import PublicKeys
     from opal_deploy.runtime.select import open_sessions
-    from opal_deploy.sources.annotations import read_boxes, read_labels
+    from opal_deploy.sources.annotations import read_boxes
 
-    public_keys = PublicKeys(options.public_key) if options.public_key else None
     run = read_run_options(path)
     if options.boxes is None and run.get("boxes") is not None:
         raise UsageError(f"{path}: the run cropped to boxes ({run['boxes']}); specify the file with --boxes")
     # a new seed each time: nobody can know in advance which records are checked
     seed = secrets.randbelow(2**32) if options.seed is None else options.seed
     total, lines = sample_lines(path, None if options.every else options.sample, seed)
-    if not total:
-        raise UsageError(f"{path}: contains no records")
-    sources = _find_sources(path, model, options, lines, recursive=run.get("recursive") is not False)
+    images = _list_images(path, options, lines, recursive=run.get("recursive") is not False)
     session = open_sessions(model, device=options.device, threads=options.threads, runtime=options.runtime)[0]
     expected = options.expect_sha256
     sha256 = compute_sha256(model) if expected is None else check_sha256(model, expected)
     inference = _inference_options(run, model, options, session)
     raise_pillow_limit(inference.max_pixels)
     which = "all records" if lines is None else f"{len(lines)} of {total} records (--seed {seed})"
-    options.log(f"{path}: checking {which} with {model} in {session.description}")
-    top, progress, count = run.get("top"), as_progress(options.progress), len(lines or ()) or total
+    tolerance = Tolerance.for_model(session.metadata).describe()
+    options.log(f"{path}: checking {which} with {model} in {session.description}, up to {tolerance}")
+    progress, count = as_progress(options.progress), len(lines or ()) or total
     check = CheckOptions(
         sha256,
-        top=min(top, session.metadata.max_top) if isinstance(top, int) else None,
         root=Path(options.root),
-        sources=sources,
+        images=images,
         # whatever the run's --box-confidence was: a record names its box
         boxes=read_boxes(Path(options.boxes), confidence=0) if options.boxes else None,
-        labels=read_labels(options.labels) if options.labels else None,
         public_keys=public_keys,
         inference=inference,
     )
     report = verify_records(path, session, check, lines, lambda done: progress(done, count, ""))
-    _log_report(report, session, options.log)
-    document = {
-        "path": str(path), "model": str(model), "model_sha256": sha256, "session": session.description,
-        "seed": None if lines is None else seed, **report.to_dict(),
-    }  # fmt: skip
-    failure = _describe_failure(path, report)
-    if report.different:
-        # a status that only a threshold can give
-        differences = [difference for finding in report.findings for difference in finding.differences]
-        statuses = [difference.recorded for difference in differences if difference.field == "status"]
-        limits = inference.decision.limits.items()
-        missing = [flag_of(name) for name, limit in limits if limit is None and THRESHOLDS[name].status in statuses]
-        failure += f"; give the {' and '.join(missing)} with which they were made" if missing else ""
-    return Verification(document, failure, report.not_checked)
+    document = {"model": str(model), "model_sha256": sha256, "session": session.description}
+    return _conclude(path, report, {**document, "seed": None if lines is None else seed}, options.log)
 
 
-def _describe_failure(path: Path, report: RecordsReport) -> str:
-    """Return what is wrong with the records in one line; empty if nothing is."""
+def _conclude(path: Path, report: RecordsReport, document: dict[str, Any], log: Log) -> Verification:
+    """Log the report, and return the outcome with what is wrong with the records in one line."""
+    if not (report.records or report.run_faults):
+        raise UsageError(f"{path}: contains no records")
+    _log_report(report, log)
     failures = [*report.run_faults]
     if report.signatures_bad:
         failures.append(f"{report.signatures_bad} of {report.records} records have no valid signature")
@@ -215,7 +188,8 @@ def _describe_failure(path: Path, report: RecordsReport) -> str:
         checked = max(report.checked, report.different)
         failures.append(f"{report.different} of {checked} checked records differ from what this model computes")
     first = next((finding for finding in report.findings if finding.checked or finding.signature), None)
-    return f"{path}: {', '.join(failures)}{f'; the first: {first}' if first else ''}" if failures else ""
+    failure = f"{path}: {', '.join(failures)}{f'; the first: {first}' if first else ''}" if failures else ""
+    return Verification({"path": str(path), **document, **report.to_dict()}, failure, report.not_checked)
 
 
 def _inference_options(run: dict[str, Any], model: Path, options: VerifyOptions, session: Session) -> InferenceOptions:
@@ -228,7 +202,7 @@ def _inference_options(run: dict[str, Any], model: Path, options: VerifyOptions,
     decision = Decision.of(options).resolve(model, session.metadata, options.log)
     limits = {name: limit for name, limit in decision.limits.items() if limit is not None}
     return InferenceOptions(
-        batch=options.batch or default_batch(session),
+        batch=default_batch(session),
         fixed_batch=True,
         workers=default_workers(),
         max_pixels=max_pixels if isinstance(max_pixels, int) and max_pixels > 0 else MAX_PIXELS,
@@ -238,76 +212,34 @@ def _inference_options(run: dict[str, Any], model: Path, options: VerifyOptions,
     )
 
 
-def _find_sources(
-    path: Path, model: Path, options: VerifyOptions, lines: frozenset[int] | None, *, recursive: bool
-) -> RecordSources:
-    """Return the given images; raise UsageError if a record needs an archive, folder or list that was not given."""
-    from opal_deploy.auditing.images import RecordSources, find_container
-    from opal_deploy.auditing.results import Results
-    from opal_deploy.records.names import readable_name
+def _list_images(path: Path, options: VerifyOptions, lines: frozenset[int] | None, *, recursive: bool) -> GivenImages:
+    """Return the images that the call lists, as far as they may belong to the records in `lines` (None: all)."""
+    from opal_deploy.auditing.verify_records import GivenImages
     from opal_deploy.sources import discovery
     from opal_deploy.sources.image import Skipped
 
+    if not options.images:
+        return GivenImages()
     images = [os.fspath(image) for image in options.images]
-
-    def records() -> Iterator[tuple[int, Record]]:
-        for number, line in enumerate(Results(path).lines(), 1):
-            # without images all records are looked at, so that the message names everything that is needed
-            if line.record is not None and (not images or lines is None or number in lines):
-                yield number, line.record
-
-    sources = RecordSources()
-    if images:
-        discovery.check_inputs(images)
-        items = discovery.discover(images, Skipped(), sys.stdin, recursive=recursive)
-        sources = RecordSources(items, None if lines is None else (record for _, record in records()))
-    present: set[str] = set()
-    # where each container is first needed
-    absent: dict[str, tuple[int, str | None]] = {}
-    for number, record in records():
-        if (container := find_container(record, Path(options.root))) is None:
-            continue
-        if sources.find(record) is None:
-            absent.setdefault(container, (number, record.image))
-        else:
-            present.add(container)
-    if needed := {container: place for container, place in absent.items() if container not in present}:
-        container, (number, name) = next(iter(needed.items()))
-        call = shlex.join([str(path), *map(readable_name, list(needed)[:_LISTED]), "--model", str(model)])
-        raise UsageError(
-            f"{path}: line {number}, {name}: needs {container}, which was not given; pass the images as for `infer`, "
-            f"such as: opal-deploy verify {call}"
-        )
-    return sources
+    discovery.check_inputs(images)
+    names = {
+        line.record.image
+        for number, line in enumerate(scan_lines(path), 1)
+        if line.record is not None and (lines is None or number in lines)
+    }
+    return GivenImages(discovery.discover(images, Skipped(), sys.stdin, recursive=recursive), names)
 
 
-def _log_report(report: RecordsReport, session: Session, log: Log) -> None:
-    from opal_deploy.auditing.record_diff import Tolerance
-
-    equal = max(report.checked - report.different - report.not_checked, 0)
-    within = ""
-    if (near := equal - report.identical) > 0:
-        precision, tolerance = session.metadata.precision, Tolerance.for_model(session.metadata).describe()
-        within = (
-            f", {near} within the tolerance of {precision} ({tolerance}): another processor, batch size, number of "
-            "threads or version sums in another order"
-        )
+def _log_report(report: RecordsReport, log: Log) -> None:
+    """Log what was compared, signatures, completeness, and the first findings."""
     if report.not_checked < report.checked:
-        log(f"{equal} of {report.checked} records match the model, {report.identical} of them bit for bit{within}")
+        equal = max(report.checked - report.different - report.not_checked, 0)
+        log(f"{equal} of {report.checked} records match the model")
     if report.not_checked:
         log(
             f"{report.not_checked} of {report.checked} records were not checked, as their images cannot be read here; "
             "give --root FOLDER, the folder that their names are relative to, or list the images after the results"
         )
-    _log_run(report, log)
-    if report.not_repeatable:
-        log(f"{report.not_repeatable} errors of crashed, slow or missing decoders did not occur again")
-    if report.labels_unchecked:
-        log(f"The labels of {report.labels_unchecked} records were not checked; check them with --labels")
-
-
-def _log_run(report: RecordsReport, log: Log) -> None:
-    """Log signatures, completeness, and the first findings."""
     if report.signatures_valid:
         log(f"The signatures of {report.signatures_valid} of {report.records} records are valid")
     if report.signatures_unchecked:

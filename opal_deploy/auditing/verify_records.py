@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from opal_deploy.auditing.images import RecordSources, locate
-from opal_deploy.auditing.record_diff import FieldDifference, IsTied, Tolerance, diff_records
-from opal_deploy.auditing.results import Results
-from opal_deploy.auditing.run_records import RunRecords
+from opal_deploy.auditing.record_diff import FieldDifference, Tolerance, diff_records
+from opal_deploy.auditing.results import RunRecords, locate_image, scan_lines
 from opal_deploy.errors import ImageError
 from opal_deploy.predict.executor import predict_stream
-from opal_deploy.predict.types import InferenceOptions, Result
+from opal_deploy.predict.prepare import content_sha256
+from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.records.lines import to_document
-from opal_deploy.records.names import unescape_name
-from opal_deploy.records.record import Answered, Failed, Record
+from opal_deploy.records.record import Failed, Record
 from opal_deploy.records.run_files import overlay_name
 from opal_deploy.records.signatures import PublicKeys
-from opal_deploy.remote import is_url
 from opal_deploy.runtime.session import Session
-from opal_deploy.sources.annotations import Crops, Labels, annotate
+from opal_deploy.sources.annotations import Crops, annotate
 from opal_deploy.sources.image import InputImage, is_video_name
 from opal_deploy.sources.video import VIDEO_CODES, undivided_error
 
@@ -69,27 +66,22 @@ class RecordsReport:
 
     Attributes:
         records: all lines of the file.
-        checked, identical: computed again, and equal to the last bit.
+        checked: computed again.
         different: records that differ, and lines that are not records.
         not_checked: records whose image cannot be read, so that nothing is known of them.
         signatures_valid, signatures_bad: of all records, if public keys were given.
         signatures_unchecked: signed records, if no public key was given.
-        not_repeatable: errors of crashed, slow or missing decoders that did not occur again, which is no difference.
-        labels_unchecked: records whose `label` was not checked, as no labels were given.
         run_faults, run_notes: see `RunRecords.check`.
         findings: the first differences.
     """
 
     records: int = 0
     checked: int = 0
-    identical: int = 0
     different: int = 0
     not_checked: int = 0
     signatures_valid: int = 0
     signatures_bad: int = 0
     signatures_unchecked: int = 0
-    not_repeatable: int = 0
-    labels_unchecked: int = 0
     run_faults: list[str] = field(default_factory=list)
     run_notes: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -108,30 +100,57 @@ class RecordsReport:
         return {**vars(self), "findings": [finding.to_dict() for finding in self.findings]}
 
 
+class GivenImages:
+    """The images that the call lists, found by record: by name, or else by digest, as for answers of `serve`."""
+
+    def __init__(self, items: Iterable[InputImage] = (), names: Collection[str | None] | None = None) -> None:
+        """Keep the images; of a compressed tar, which are in memory, only those of these names (None: all)."""
+        self._by_name: dict[str, list[InputImage]] = {}
+        for item in items:
+            if names is None or item.name in names or not isinstance(item.source, bytes):
+                self._by_name.setdefault(item.name or "", []).append(item)
+
+    def find(self, record: Record) -> InputImage | None:
+        """Return the image of a record; None if it was not given."""
+        same = self._by_name.get(record.image or "", [])
+        if len(same) == 1:
+            return same[0]
+        # members of an archive may share their name
+        return self._by_digest.get(record.image_sha256) or next(iter(same), None)
+
+    @cached_property
+    def _by_digest(self) -> dict[str | None, InputImage]:
+        return {digest: item for items in self._by_name.values() for item in items if (digest := _hash(item))}
+
+
+def _hash(item: InputImage) -> str | None:
+    try:
+        return None if item.error else content_sha256(item.source)
+    except ImageError:
+        return None
+
+
 @dataclass(frozen=True)
 class CheckOptions:
-    """The run whose records are checked: its model file, crops and true labels, and how it prepared images.
+    """The run whose records are checked: its model file and crops, and how it prepared images.
 
     Attributes:
-        top: number of classes that a record should list; None: not checked.
         root: the folder that image names are relative to.
-        sources: the given images; others are looked up below `root`.
+        images: the given images; others are looked up below `root`.
         public_keys: keys whose signatures are accepted; None: signatures are not checked.
     """
 
     model_sha256: str
-    top: int | None = None
     root: Path = Path()
-    sources: RecordSources = field(default_factory=RecordSources)
+    images: GivenImages = field(default_factory=GivenImages)
     boxes: Crops | None = None
-    labels: Labels | None = None
     public_keys: PublicKeys | None = None
     inference: InferenceOptions = field(default_factory=InferenceOptions)
 
 
 def sample_lines(path: Path, count: int | None, seed: int) -> tuple[int, frozenset[int] | None]:
     """Return the number of lines, and the `count` line numbers to check, chosen by `seed`; None: all."""
-    total = sum(1 for _ in Results(path).lines())
+    total = sum(1 for _ in scan_lines(path))
     if count is None or count >= total:
         return total, None
     return total, frozenset(random.Random(seed).sample(range(1, total + 1), count))
@@ -156,7 +175,7 @@ def verify_records(
     """
     inference, report, run = check.inference, RecordsReport(), RunRecords(path)
     # all classes that the model lists, so that any class in a record can be compared
-    options = replace(inference, top=session.metadata.max_top, model_sha256=check.model_sha256, keep_pixels=True)
+    options = replace(inference, top=session.metadata.max_top, model_sha256=check.model_sha256)
     pending: deque[_Recorded] = deque()
 
     def requests() -> Iterator[InputImage]:
@@ -167,14 +186,14 @@ def verify_records(
     for result in predict_stream(requests(), [session], options):
         recorded = pending.popleft()
         report.checked += 1
-        finding = _compare(recorded, result, session, check, report)
+        finding = _compare(recorded, result.record, session, check)
         if finding.signature or finding.why or finding.differences:
             report.add(finding)
         progress(report.checked)
     return _finish(report, run, check.public_keys)
 
 
-def verify_signatures(path: Path, public_keys: PublicKeys) -> RecordsReport:
+def verify_signatures(path: Path, public_keys: PublicKeys | None) -> RecordsReport:
     """Check the signatures of all records, and the records with run.json, without the model and the images.
 
     Raises:
@@ -205,7 +224,7 @@ def _select_records(
     run: RunRecords, lines: frozenset[int] | None, public_keys: PublicKeys | None, report: RecordsReport
 ) -> Iterator[_Recorded]:
     """Yield the records to compute again; add all to `run`, and report lines that are not records."""
-    for number, (_, document, record) in enumerate(Results(run.path).lines(), 1):
+    for number, (_, document, record) in enumerate(scan_lines(run.path), 1):
         report.records += 1
         run.add(record)
         if record is None:
@@ -225,100 +244,54 @@ def _select_records(
 
 
 def _build_request(record: Record, check: CheckOptions) -> InputImage:
-    name, item = record.image, check.sources.find(record)
-    if name is None and item is None:
+    item = check.images.find(record)
+    if item is None and record.image is None:
         return InputImage(None, b"", error=ImageError("not_found", "the record has no image name"))
-    source: Any = None if item is None else item.source
-    if item is None:
-        plain = unescape_name(name or "")
-        try:
-            path = locate(plain, Path())
-        except ImageError as error:
-            return InputImage(name, b"", error=error)
-        item = InputImage.at(path)
-        source = check.root / path if isinstance(path, Path) else path
-        if isinstance(source, Path) and is_video_name(source.name):
-            # frames of videos are not computed again
-            item = replace(item, error=undivided_error())
-    crops = annotate([item], check.boxes)
+    try:
+        item = item or _locate(record, check.root)
+    except ImageError as error:
+        return InputImage(record.image, b"", error=error)
     missing = replace(item, error=ImageError("no_box", "the file of boxes has no such detection"))
-    request = next((crop for crop in crops if crop.detection == record.detection), missing)
-    return replace(request, name=name, source=source, index=None)
+    request = next((crop for crop in annotate([item], check.boxes) if crop.detection == record.detection), missing)
+    return replace(request, name=record.image, index=None)
 
 
-def _compare(line: _Recorded, result: Result, session: Session, check: CheckOptions, report: RecordsReport) -> Finding:
-    """Return the comparison of a record, which may have found nothing; count the record in the report."""
-    recorded, computed = line.record, result.record
-    code = computed.error.code if isinstance(computed, Failed) else ""
+def _locate(record: Record, root: Path) -> InputImage:
+    """Return the image that a record names; raise ImageError for an unsupported URL. Frames are not computed again."""
+    path = locate_image(record, Path())
+    item = InputImage.at(path)
+    if not isinstance(path, Path):
+        return item
+    item = replace(item, source=root / path)
+    return replace(item, error=undivided_error()) if is_video_name(path.name) else item
+
+
+def _compare(line: _Recorded, computed: Record, session: Session, check: CheckOptions) -> Finding:
+    """Return the comparison of a record, which may have found nothing."""
+    recorded = line.record
+    code, recorded_code = (record.error.code if isinstance(record, Failed) else "" for record in (computed, recorded))
     finding = Finding(line.number, recorded.image, signature=line.fault)
-    was_read = recorded.image_sha256 is not None or isinstance(recorded, Answered)
-    if was_read and code and (computed.image_sha256 is None or (code == "not_found" and recorded.image is None)):
+    if code not in ("", recorded_code) and (code == "not_found" or computed.image_sha256 is None):
         why = "image not found" if code == "not_found" else f"the image cannot be read now ({code})"
-        if code == "not_found" and recorded.image is None:
+        if recorded.image is None:
             why = "the record names no image: list the image after the results"
         return replace(finding, why=why, checked=False)
     if recorded.model_sha256 != check.model_sha256:
         digest = FieldDifference("model_sha256", recorded.model_sha256, check.model_sha256)
         return replace(finding, why="made by another model, or without a model digest", differences=(digest,))
-    recorded_code = recorded.error.code if isinstance(recorded, Failed) else ""
+    # such an error need not occur again
     if recorded_code in _NOT_REPEATABLE or (recorded_code == _UNSUPPORTED and not code):
-        report.not_repeatable += recorded_code != code
         return finding
     if recorded.image_sha256 != computed.image_sha256:
         digest = FieldDifference("image_sha256", recorded.image_sha256, computed.image_sha256)
         return replace(finding, why="the image differs from the one that was explained", differences=(digest,))
-    written, document, tolerance = line.document, to_document(computed), Tolerance.for_model(session.metadata)
-    differences = diff_records(written, document, tolerance, _build_tie_test(result, session, tolerance))
-    differences += _compare_not_computed(line.number, recorded, check, report)
-    report.identical += not differences and _is_identical(written, document)
-    return replace(finding, differences=differences)
+    differences = diff_records(line.document, to_document(computed), Tolerance.for_model(session.metadata))
+    return replace(finding, differences=[*differences, *_compare_overlay(line.number, recorded)])
 
 
-def _compare_not_computed(
-    number: int, recorded: Record, check: CheckOptions, report: RecordsReport
-) -> list[FieldDifference]:
-    """Return differences in the fields that no model computes."""
-    differences = []
-    overlay, name = recorded.overlay if isinstance(recorded, Answered) else None, recorded.image
-    if overlay not in (None, overlay_name(number - 1, name)):
-        differences.append(FieldDifference("overlay", overlay, overlay_name(number - 1, name)))
-    if check.labels is None or name is None:
-        report.labels_unchecked += recorded.label is not None
-    else:
-        plain = unescape_name(name)
-        label = check.labels.find(plain if is_url(plain) else Path(plain).as_posix())
-        if recorded.label != label:
-            differences.append(FieldDifference("label", recorded.label, label))
-    if check.top is not None and isinstance(recorded, Answered) and len(recorded.top) != check.top:
-        differences.append(FieldDifference("top", f"{len(recorded.top)} classes", f"{check.top} classes"))
-    return differences
-
-
-def _is_identical(recorded: dict[str, Any], computed: dict[str, Any]) -> bool:
-    """Return whether a document has every computed value; it may list fewer classes, and name its slots."""
-    expected, unnamed = {**computed}, {**recorded}
-    if "top" in computed:
-        expected["top"] = computed["top"][: len(recorded.get("top", []))]
-    if "evidence" in recorded:
-        unnamed["evidence"] = [{k: v for k, v in slot.items() if k != "name"} for slot in recorded["evidence"]]
-    return all(unnamed.get(key) == value for key, value in expected.items())
-
-
-def _build_tie_test(result: Result, session: Session, tolerance: Tolerance) -> IsTied:
-    """Return a function that finds ties in the attention maps, which are computed only where a cell differs."""
-
-    @functools.cache
-    def find_attention() -> Any:
-        pixels = result.prepared.pixels
-        if "attention" not in session.metadata.outputs or pixels is None:
-            return None
-        return session.run(pixels[None]).attention
-
-    def is_tied(channel: int, cell: Sequence[int]) -> bool:
-        attention = find_attention()
-        if attention is None or cell[0] >= attention.shape[2] or cell[1] >= attention.shape[3]:
-            return False
-        attention_map = attention[0, channel]
-        return float(attention_map[*cell]) >= (1 - tolerance.tie) * float(attention_map.max())
-
-    return is_tied
+def _compare_overlay(number: int, recorded: Record) -> list[FieldDifference]:
+    """Return whether a record names an overlay that is not its own: somebody else's would be shown beside it."""
+    if isinstance(recorded, Failed):
+        return []
+    expected = overlay_name(number - 1, recorded.image)
+    return [] if recorded.overlay in (None, expected) else [FieldDifference("overlay", recorded.overlay, expected)]

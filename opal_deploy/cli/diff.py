@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from opal_deploy.auditing.diff import DiffOptions
+from opal_deploy.auditing.diff import DiffOptions, DiffReport
 from opal_deploy.auditing.diff import diff as compare
 from opal_deploy.cli.console import one_line, print_json, print_message, progress
 from opal_deploy.errors import VerificationError
-
-if TYPE_CHECKING:
-    from opal_deploy.auditing.model_diff import DiffReport
 
 # changes printed
 _LISTED = 10
@@ -52,7 +49,7 @@ def _print_report(report: DiffReport) -> None:
             print_message(f"  {kind}: {count}")
     if report.slots:
         print_message(f"  {report.describe_slots()}")
-        print_message(f"  largest change of a contribution: {report.largest_contribution:.2g}")
+        print_message(f"  largest change of a contribution: {report.largest_contribution_change:.2g}")
     for count, text in (
         (report.only_before, "images only in A"),
         (report.only_after, "images only in B"),

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from opal_deploy.auditing.drift import DriftOptions, find_drift
+from opal_deploy.auditing.drift import DriftOptions, DriftReport, find_drift
 from opal_deploy.cli.console import one_line, print_json, print_message
 from opal_deploy.errors import VerificationError
-
-if TYPE_CHECKING:
-    from opal_deploy.auditing.drift import DriftReport
 
 # shifts printed
 _LISTED = 10
 
 
 def drift(
-    results: Annotated[
-        str, typer.Argument(help="results.jsonl, its folder or bucket, results.parquet or results.csv of `infer`.")
-    ],
+    results: Annotated[Path, typer.Argument(help="results.jsonl of `infer` or `serve --records`, or its folder.")],
     options: DriftOptions,
     as_json: Annotated[bool, typer.Option("--json", help="Write all shifts to stdout as JSON.")] = False,
 ) -> None:
@@ -37,7 +33,7 @@ def drift(
     if options.html is not None:
         print_message(f"Page: {options.html}")
     if as_json:
-        print_json({"results": results, **report.to_dict()})
+        print_json({"results": str(results), **report.to_dict()})
     if options.fail_on is not None and report.has(options.fail_on):
         raise VerificationError(f"{results}: {len(report.shifts)} shifts since {report.reference}")
 
@@ -50,10 +46,8 @@ def _print_report(report: DriftReport) -> None:
         print_message(
             f"No shift found. A shift of cosine or margin by {report.smallest_shift:.2f} would show in so many images"
         )
-    from opal_deploy.records.shifts import interpret
-
-    for text, advice, section in interpret(report.shifts):
-        print_message(f"{text} What to do: {advice} (docs/howto/drift.md, {section})")
+    for section, text in report.causes.items():
+        print_message(f"{text} (what to do: docs/howto/drift.md, {section})")
     for shift in report.shifts[:_LISTED]:
         print_message(one_line(f"{shift.describe(report.class_names)} (effect {shift.effect:.2f}, q {shift.q:.1g})"))
     if len(report.shifts) > _LISTED:

@@ -11,16 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from opal_deploy.cli.console import one_line, print_json, print_message, progress
-from opal_deploy.editing.api import EditResult
-from opal_deploy.editing.options import EditOptions
+from opal_deploy.editing.api import EditOptions, EditResult, edit_model
 from opal_deploy.options import to_arguments
 
 if TYPE_CHECKING:
-    from opal_deploy.artifact.metadata import Metadata
     from opal_deploy.editing.scores import Effect
 
-# classes listed on a terminal
-_LISTED = 10
 # p values below this are more than chance
 _CLEAR = 0.05
 
@@ -35,8 +31,6 @@ def edit(
     A dropped slot counts as 0 and the others of its class share its weight, so the effect on every image is known
     without training.
     """
-    from opal_deploy.editing.api import edit_model
-
     with progress("images") as advance:
         result = edit_model(model, **replace(options, log=print_message, progress=advance).keywords())
     for line in _describe(model, result, options):
@@ -47,18 +41,15 @@ def edit(
 
 def _describe(model: Path, result: EditResult, options: EditOptions) -> Iterator[str]:
     if options.suggest:
-        suspected = [each for each in result.suggestions if each.suspected]
-        yield f"Suspected: {len(suspected)} of {int(result.metadata.class_map.counts.sum())} slots"
-        for each in result.suggestions:
-            yield f"  {each.name}: {'; '.join(reason.text for reason in each.reasons)}"
-            if each.effect is not None:
-                yield f"    dropped alone: {_format(each.effect)}"
-        kept = [result.metadata.class_names[each.class_id] for each in suspected if each.name not in result.suspected]
-        for class_name in dict.fromkeys(kept):
-            yield f"{class_name}: no other slot finds anything, and one must stay; train again with --keep-off"
+        yield f"Suspected: {len(result.suggestions)} of {int(result.metadata.class_map.counts.sum())} slots"
+        for suggestion in result.suggestions:
+            yield f"  {suggestion.name}: {'; '.join(reason.text for reason in suggestion.reasons)}"
+            if suggestion.effect is not None:
+                yield f"    dropped alone: {_format(suggestion.effect)}"
+            if suggestion.name not in result.suspected:
+                yield "    its class has no other slot that finds anything; train again with --keep-off"
     if result.effect is not None:
         yield f"{len(result.effect.labels):,} {options.split} images: {_format(result.effect)}"
-        yield from _list_classes(result.effect, result.metadata)
     if result.path is not None:
         yield f"Model: {result.path}"
     if result.page is not None:
@@ -79,7 +70,6 @@ def _describe_suggested(model: Path, result: EditResult, options: EditOptions) -
     else:
         yield "No choice of the suspected slots makes more answers right, as where all images share a shortcut"
         yield f"Without {', '.join(result.suspected)}: {_format(effect)}"
-    yield from _list_classes(effect, result.metadata)
     if suggested:
         yield f"Next: {shlex.join(options.repeat(model, suggested))}"
     elif result.page is None:
@@ -87,15 +77,6 @@ def _describe_suggested(model: Path, result: EditResult, options: EditOptions) -
         yield f"Next, to look at them: {shlex.join(['opal-deploy', 'edit', str(model), *look])}"
     else:
         yield f"Next: open {result.page} and look at them"
-
-
-def _list_classes(effect: Effect, metadata: Metadata) -> Iterator[str]:
-    """Yield the classes whose number of right answers changes, largest losses first."""
-    classes = sorted(effect.by_class(), key=lambda each: each[3] - each[2])
-    for class_id, images, before, after in classes[:_LISTED]:
-        yield f"  {metadata.class_names[class_id]}: {before} of {images} right, then {after}"
-    if len(classes) > _LISTED:
-        yield f"  and {len(classes) - _LISTED} more classes"
 
 
 def _format(effect: Effect) -> str:
@@ -129,9 +110,9 @@ def _to_json(result: EditResult) -> dict[str, Any]:
         "suggested_effect": figures(result.suggested_effect),
         "suggestions": [
             {
-                "slot": each.name, "channel": each.channel, "images": each.images, "suspected": each.suspected,
-                "reasons": [vars(reason) for reason in each.reasons], "effect": figures(each.effect),
+                "slot": suggestion.name, "channel": suggestion.channel,
+                "reasons": [vars(reason) for reason in suggestion.reasons], "effect": figures(suggestion.effect),
             }
-            for each in result.suggestions
+            for suggestion in result.suggestions
         ],
     }  # fmt: skip

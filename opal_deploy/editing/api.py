@@ -7,26 +7,81 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from opal_deploy._version import __version__
-from opal_deploy.artifact.drops import check_drops, name_slot, parse_slots, read_drops, write_slot
+from opal_deploy.artifact.drops import SlotName, check_drops, name_slot, parse_slots, write_slot
 from opal_deploy.artifact.files import ModelKind, compute_sha256, model_kind, remove_temporary_files
 from opal_deploy.artifact.measurements import Calibration
 from opal_deploy.artifact.metadata import Metadata, check_all_outputs
 from opal_deploy.artifact.output_file import check_output
-from opal_deploy.editing.options import EditOptions
 from opal_deploy.errors import ArtifactError, UsageError, require
-from opal_deploy.options import StrPath, keywords, to_arguments
+from opal_deploy.evaluation.options import EvaluateOptions, Split
+from opal_deploy.logs import Log, ProgressChoice, log_line
+from opal_deploy.options import (
+    CropToBoxes,
+    DatasetName,
+    Device,
+    Option,
+    Options,
+    StrPath,
+    Threads,
+    keywords,
+    to_arguments,
+)
 
 if TYPE_CHECKING:
     from opal_deploy.api.model import Model
-    from opal_deploy.editing.data import ScoredData
     from opal_deploy.editing.scores import Effect, Scores
     from opal_deploy.editing.suggestions import Suggestion
 
 # options that tell how --data is read and measured
-_OF_DATA = ("dataset", "partition", "skip_missing", "boxes", "annotations", "split", "batch")
+_OF_DATA = ("dataset", "boxes", "annotations", "split")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditOptions(Options):
+    """Options of an edit.
+
+    Attributes:
+        log: receives the lines that the command prints.
+        progress: receives the number of images done and in all.
+    """
+
+    drop: Annotated[
+        Sequence[SlotName], Option("Slot to take out: CLASS/SLOT, such as Gull/2. Repeatable.", cli=list[str])
+    ] = ()
+    data: Annotated[StrPath | None, Option("A data set as `train` takes it, to measure on.", cli=Path)] = None
+    suggest: Annotated[bool, Option("List slots that look at the wrong thing. Needs --data.")] = False
+    split: Annotated[Split, Option("Images of --data to measure on; keep the test images for the end.")] = "val"
+    page: Annotated[
+        StrPath | None,
+        Option("HTML page to write: suggestions to try out, and images whose answer changes.", cli=Path),
+    ] = None
+    out: Annotated[StrPath | None, Option("Edited model to write.", default="none is written", cli=Path)] = None
+    overwrite: Annotated[bool, Option("Replace --out or --page if it exists.")] = False
+    reason: Annotated[str | None, Option("Reason for the edit, kept in the model's file.")] = None
+    dataset: DatasetName = None
+    boxes: CropToBoxes = True
+    annotations: Annotated[
+        StrPath | None,
+        Option("COCO file with object boxes.", default="the data set's boxes or masks", cli=Path),
+    ] = None
+    device: Device = "auto"
+    threads: Threads = None
+    log: Log = log_line
+    progress: ProgressChoice | None = None
+
+    def evaluate_options(self) -> EvaluateOptions:
+        """Return the options with which the data set is read and measured."""
+        names = (*_OF_DATA, "device", "threads", "log", "progress")
+        return EvaluateOptions(**{name: getattr(self, name) for name in names}, parts=None)
+
+    def repeat(self, model: Path, drop: Sequence[str] = (), *, folders: bool = True) -> list[str]:
+        """Return the command that takes these slots out, measured on the same images; see `to_arguments`."""
+        out = f"{model.stem}.edited{model.suffix}"
+        edit = replace(self, drop=tuple(drop), suggest=False, page=None, overwrite=False, out=out)
+        return ["opal-deploy", "edit", str(model) if folders else model.name, *to_arguments(edit, folders=folders)]
 
 
 @dataclass(frozen=True)
@@ -65,7 +120,7 @@ def edit_model(model: StrPath | Model, options: EditOptions) -> EditResult:
 
     Args:
         model: a checkpoint, or an exported ONNX file with all outputs; or what `Model.without` returned, to drop the
-            same slots. Slots to drop or restore are texts such as "Gull/2", or pairs such as ("Gull", 2).
+            same slots. Slots to drop are texts such as "Gull/2", or pairs such as ("Gull", 2).
 
     Raises:
         ArtifactError: the model is missing or damaged.
@@ -80,61 +135,48 @@ def edit_model(model: StrPath | Model, options: EditOptions) -> EditResult:
     if isinstance(model, Model) and model.whole is not None:
         drops += [slot for slot in map(write_slot, model.left_out) if slot not in drops]
         model = model.whole
-    path = Path(model)
-    options = replace(options, drop=tuple(drops), restore=tuple(map(write_slot, options.restore)))
+    path, options = Path(model), replace(options, drop=tuple(drops))
     kind, metadata = _read_model(path)
-    listed = read_drops(Path(options.drops)) if options.drops else []
-    drop = parse_slots([*listed, *options.drop], metadata, "--drop")
-    restore = parse_slots(options.restore, metadata, "--restore")
-    check_drops(drop, restore, metadata)
-    _check_options(path, kind, options, bool(drop or restore))
-    data, effect, suggested_effect, atlas = None, None, None, None
+    drop = parse_slots(options.drop, metadata, "--drop")
+    check_drops(drop, metadata)
+    _check_options(path, kind, options)
+    data, effect, suggested_effect = None, None, None
     suggestions: list[Suggestion] = []
     suspected: list[int] = []
     suggested: list[int] = []
-    if options.atlas is not None:
-        from opal_deploy.predict.setup import fingerprint_model
-        from opal_deploy.run.sheets import load_atlas
-
-        atlas = load_atlas(path, metadata, fingerprint_model(path), Path(options.atlas))
     if options.data is not None:
         require("torch", "train", "reading a data set")
-        from opal_deploy.editing.data import score_data
+        from opal_deploy.editing.scores import score_data
 
-        data = score_data(path, metadata, options, restore)
-        if drop or restore:
-            edited_map = metadata.class_map.with_dropped({*metadata.dropped, *drop} - {*restore})
-            effect = data.scores.compare(metadata.class_map, edited_map)
+        data = score_data(path, metadata, Path(options.data), options.evaluate_options())
+        if drop:
+            effect = data.scores.compare(metadata.class_map, metadata.class_map.drop(drop))
         if options.suggest:
             from opal_deploy.editing.suggestions import choose_drops, suggest_slots
 
             suggestions = suggest_slots(data)
             suspected, suggested = choose_drops(data, suggestions)
             if chosen := suggested or suspected:
-                own_map = data.metadata.class_map
-                suggested_effect = data.scores.compare(own_map, own_map.drop(chosen))
+                suggested_effect = data.scores.compare(metadata.class_map, metadata.class_map.drop(chosen))
     out, page = (None if name is None else Path(name) for name in (options.out, options.page))
     edited = metadata
     if out is not None:
-        edited = _describe_edited(path, metadata, drop, restore, data, effect, options)
+        edited = _describe_edited(path, metadata, drop, effect, options)
         _write(path, kind, edited, out, options)
-        # figures that were measured before the edit
-        lost = ["--unknown 5%", "drift"] if metadata.baseline and not edited.baseline else []
-        lost += ["--min-margin 5%"] if metadata.risk and not edited.risk else []
-        if lost:
+        if metadata.baseline or metadata.risk:
             again = shlex.join(["opal-deploy", "evaluate", "DATA", "--model", str(out), "--split", "val", "--record"])
-            options.log(f"{out}: its parent's baseline is not its own; before {', '.join(lost)}: {again}")
+            options.log(f"{out}: has no baseline yet; before drift, --unknown 5% or --min-margin 5%: {again}")
     if page is not None and data is not None:
         from opal_deploy.editing.page import write_page
 
-        write_page(page, path, data, drop, effect, suggestions, atlas, options)
-    suspected_names, suggested_names = (
-        [name_slot(channel, metadata) for channel in channels] for channels in (suspected, suggested)
-    )
-    scores = None if data is None else data.scores
+        # without folders: the page may be passed on
+        command = options.repeat(path, folders=False)
+        write_page(page, data, drop, effect, suggestions, command, overwrite=options.overwrite)
     return EditResult(
-        out, edited, scores, effect, suggestions, suspected_names, suggested_names, suggested_effect, page
-    )
+        out, edited, None if data is None else data.scores, effect, suggestions,
+        [name_slot(channel, metadata) for channel in suspected],
+        [name_slot(channel, metadata) for channel in suggested], suggested_effect, page,
+    )  # fmt: skip
 
 
 def _read_model(path: Path) -> tuple[ModelKind, Metadata]:
@@ -143,10 +185,8 @@ def _read_model(path: Path) -> tuple[ModelKind, Metadata]:
     kind = model_kind(path)
     if not path.is_file():
         raise ArtifactError(f"{path}: no such model; expected a checkpoint or an exported ONNX file")
-    if kind == "engine":
-        raise UsageError(f"{path}: an engine cannot be edited; edit its ONNX file or checkpoint, and build it again")
-    if kind is None:
-        raise UsageError(f"{path}: unknown kind of model; expected a checkpoint (.pt, .pth) or an exported .onnx file")
+    if kind not in ("checkpoint", "onnx"):
+        raise UsageError(f"{path}: cannot be edited; expected a checkpoint or its ONNX file, from which to build again")
     if kind == "checkpoint":
         require("torch", "train", "editing a checkpoint")
     metadata = read_model_metadata(path)
@@ -158,71 +198,47 @@ def _read_model(path: Path) -> tuple[ModelKind, Metadata]:
     return kind, metadata
 
 
-def _check_options(path: Path, kind: ModelKind, options: EditOptions, edits: bool) -> None:
+def _check_options(path: Path, kind: ModelKind, options: EditOptions) -> None:
     out = None if options.out is None else Path(options.out)
-    needs_data = [name for name in ("suggest", "background", "page") if getattr(options, name)]
-    if needs_data and options.data is None:
-        raise UsageError(f"--{needs_data[0]}: needs labelled images; add --data")
+    if (options.suggest or options.page is not None) and options.data is None:
+        raise UsageError(f"{'--suggest' if options.suggest else '--page'}: needs labelled images; add --data")
     if options.data is None and (unused := options.changed(names=_OF_DATA)):
         raise UsageError(f"{unused}: nothing is measured; add --data, or leave out {unused}")
-    if options.atlas is not None and options.page is None:
-        raise UsageError("--atlas: its patches are shown on a page; add --page FILE")
-    if options.background is not None and not options.suggest:
-        raise UsageError("--background: serves to find slots; add --suggest")
-    if not edits and not options.suggest:
+    if not options.drop and (out is not None or not options.suggest):
         raise UsageError("nothing to do: give --drop CLASS/SLOT, or --suggest with --data to find slots to drop")
-    if out is not None and not edits:
-        raise UsageError("--out: the model would stay as it is; give --drop CLASS/SLOT")
-    if edits and out is None and options.data is None:
+    if options.drop and out is None and options.data is None:
         raise UsageError("--drop: give --out FILE to write the edited model, or --data to see what would change")
-    if options.restore and kind == "onnx":
-        raise UsageError(f"{path}: an ONNX file no longer has the scores of dropped slots; edit its checkpoint")
     if out is not None and model_kind(out) != kind:
         raise UsageError(f"--out {out}: expected a name that ends in {path.suffix}, as {path.name} does")
-    inputs = (path, options.drops, options.annotations)
+    inputs = (path, options.annotations)
     for name, file, suffix in (("--out", options.out, path.suffix), ("--page", options.page, ".html")):
         if file is not None:
             check_output(name, Path(file), [suffix], inputs=inputs, overwrite=options.overwrite)
-    if out is not None and options.page is not None and out.resolve() == Path(options.page).resolve():
-        raise UsageError(f"{out}: --out and --page are the same file; give two names")
 
 
 def _describe_edited(
-    path: Path,
-    metadata: Metadata,
-    drop: Sequence[int],
-    restore: Sequence[int],
-    data: ScoredData | None,
-    effect: Effect | None,
-    options: EditOptions,
+    path: Path, metadata: Metadata, drop: Sequence[int], effect: Effect | None, options: EditOptions
 ) -> Metadata:
-    """Return the edited model's metadata: its slots and the edit, without facts that hold only for its parent.
-
-    Calibration, risk and baseline are measured anew if `data` has the images that training set aside.
-    """
+    """Return the edited model's metadata: its slots and the edit, without facts that hold only for its parent."""
     edit: dict[str, Any] = {
         "dropped": [name_slot(channel, metadata) for channel in drop],
-        "restored": [name_slot(channel, metadata) for channel in restore],
+        "restored": [],
         "reason": options.reason or "",
         "command": shlex.join(["opal-deploy", "edit", path.name, *to_arguments(options, folders=False)]),
         "parent": {"file": path.name, "sha256": compute_sha256(path)},
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "opal_deploy": __version__,
     }
-    if data is not None and effect is not None:
+    if effect is not None:
         before, after = effect.accuracy
         edit["measured"] = {
             "data": Path(options.data or "").name, "split": options.split, "images": len(effect.labels),
             "accuracy": [before, after], "gained": effect.gained, "lost": effect.lost, "p_value": effect.p_value,
         }  # fmt: skip
-    edited = replace(
-        metadata.with_dropped({*metadata.dropped, *drop} - {*restore}), edits=(*metadata.edits, edit),
+    return replace(
+        metadata.with_dropped({*metadata.dropped, *drop}), edits=(*metadata.edits, edit),
         training={name: value for name, value in metadata.training.items() if name != "metrics"},
     )  # fmt: skip
-    if data is None or not data.set_aside:
-        return edited
-    known = metadata.known_baseline
-    return data.measure(edited, known.background if known else 0)
 
 
 def _write(path: Path, kind: ModelKind, edited: Metadata, out: Path, options: EditOptions) -> None:
@@ -240,11 +256,5 @@ def _write(path: Path, kind: ModelKind, edited: Metadata, out: Path, options: Ed
     from opal_deploy.model import checkpoint
 
     changed = checkpoint.with_dropped_slots(checkpoint.load(path), edited.dropped)
-    measured = replace(
-        changed,
-        edits=edited.edits,
-        metrics={"val_risk": edited.risk} if edited.risk else {},
-        calibration=Calibration.from_dict(edited.calibration),
-        baseline=edited.known_baseline,
-    )
-    checkpoint.save(out, measured, overwrite=options.overwrite)
+    calibration = Calibration.from_dict(edited.calibration)
+    checkpoint.save(out, replace(changed, edits=edited.edits, calibration=calibration), overwrite=options.overwrite)

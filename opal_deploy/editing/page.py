@@ -12,13 +12,9 @@ import numpy as np
 
 from opal_deploy.artifact.drops import name_slot
 from opal_deploy.artifact.files import atomic_write
-from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.editing.data import ScoredData
-from opal_deploy.editing.options import EditOptions
-from opal_deploy.editing.scores import Effect
+from opal_deploy.editing.scores import Effect, ScoredData
 from opal_deploy.editing.suggestions import Suggestion
 from opal_deploy.preprocess.decode import decode
-from opal_deploy.visualization.atlas.entries import Atlas
 from opal_deploy.visualization.boxes import SlotBox, draw_boxes
 from opal_deploy.visualization.overlay import embed_jpeg
 from opal_deploy.visualization.pages import (
@@ -30,36 +26,34 @@ from opal_deploy.visualization.pages import (
     render_page,
 )
 
-_PATCHES, _CHANGED = 4, 60
-_SIDE, _PATCH_SIDE = 160, 96
+_STRONGEST, _CHANGED = 4, 60
+_SIDE = 160
 # scores in the page: 4,000 images of a model with 1,000 slots are 21 MB, 4 bytes each in base64
 _MAX_SCORES = 4_000_000
 
 
 def write_page(
     page: Path,
-    model: Path,
     data: ScoredData,
     drop: Sequence[int],
     effect: Effect | None,
     suggestions: Sequence[Suggestion],
-    atlas: Atlas | None,
-    options: EditOptions,
+    command: Sequence[str],
+    *,
+    overwrite: bool,
 ) -> None:
     """Write the page; it needs no other file and no network.
 
     Args:
         drop: channels that are ticked at first.
+        command: the words of `opal-deploy edit MODEL ...`, which the page shows with the ticked slots.
 
     Raises:
-        ArtifactError: a patch of the atlas is missing or damaged.
         UsageError: the file cannot be written.
     """
     metadata = data.metadata
     scores = data.scores.values
     live = metadata.distance == "l2" and scores.size <= _MAX_SCORES
-    # the page may be passed on
-    command = options.repeat(model, folders=False)
     document = {
         "command": shlex.join(command[:3]),
         "rest": shlex.join(command[3:]),
@@ -70,18 +64,16 @@ def write_page(
         "scores": base64.b64encode(scores.astype("<f4").tobytes()).decode() if live else "",
     }
     text = render_page(
-        __package__, "edit", script=read_class_map_script() + read_asset(__package__, "edit.js"), model=model.name,
-        live=live, images_count=len(scores), split=options.split, data=data.root.name, effect=effect,
-        rows=list(_build_rows(data, drop, suggestions, atlas)), suggestions=options.suggest,
+        __package__, "edit", script=read_class_map_script() + read_asset(__package__, "edit.js"), model=command[2],
+        live=live, images_count=len(scores), split=data.split, data=data.root.name, effect=effect,
+        rows=list(_build_rows(data, drop, suggestions)), suggestions=bool(suggestions),
         changed=list(_list_changed(data, effect)), document=mark_safe(json_script("data", document)),
     )  # fmt: skip
-    with atomic_write(page, replace=options.overwrite) as temporary:
+    with atomic_write(page, replace=overwrite) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
-def _build_rows(
-    data: ScoredData, drop: Sequence[int], suggestions: Sequence[Suggestion], atlas: Atlas | None
-) -> Iterator[dict[str, Any]]:
+def _build_rows(data: ScoredData, drop: Sequence[int], suggestions: Sequence[Suggestion]) -> Iterator[dict[str, Any]]:
     """Yield the listed slots in their order, with pictures, then all others that can be dropped.
 
     `gain` is the change of the accuracy without the slot, in percentage points; None for its class's last slot.
@@ -92,30 +84,17 @@ def _build_rows(
         suggestion, effect = listed.get(channel), effects.get(channel)
         yield {
             "channel": channel, "name": name_slot(channel, data.metadata), "ticked": channel in drop,
-            "suspected": suggestion is not None and suggestion.suspected,
             "reasons": [] if suggestion is None else [reason.text for reason in suggestion.reasons],
             "gain": None if effect is None else 100 * (effect.accuracy[1] - effect.accuracy[0]),
             "pictures": [] if suggestion is None else list(_draw_strongest(data, channel)),
-            "patches": [] if suggestion is None else list(_show_patches(data.metadata, channel, atlas)),
         }  # fmt: skip
-
-
-def _show_patches(metadata: Metadata, channel: int, atlas: Atlas | None) -> Iterator[Picture]:
-    class_id, slot = metadata.class_map.owners(channel)[0]
-    # a slot that --restore gives back has none
-    if atlas is None or (class_id, slot) not in atlas.entries:
-        return
-    for patch in atlas.patches(class_id, slot)[:_PATCHES]:
-        image = atlas.load_patch(patch)
-        image.thumbnail((_PATCH_SIDE, _PATCH_SIDE))
-        yield Picture(embed_jpeg(image), f"patch of {patch.image}")
 
 
 def _draw_strongest(data: ScoredData, channel: int) -> Iterator[Picture]:
     """Yield the images of the slot's class with its highest scores."""
     class_id, _ = data.metadata.class_map.owners(channel)[0]
     own = np.flatnonzero(data.scores.labels == class_id)
-    best = own[np.argsort(-data.scores.values[own, channel], kind="stable")][:_PATCHES]
+    best = own[np.argsort(-data.scores.values[own, channel], kind="stable")][:_STRONGEST]
     for row in best.tolist():
         yield _draw(data, row, class_id, [channel])
 

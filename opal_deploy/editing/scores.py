@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +19,15 @@ from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.drops import SlotName, check_drops, parse_slots
 from opal_deploy.artifact.heads import compute_logits
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import DoubleArray, FloatArray
-
-# values of an array of intermediate results
-_CHUNK = 4_000_000
+from opal_deploy.artifact.outputs import DoubleArray, FloatArray, IntArray
+from opal_deploy.datasets.samples import Sample
+from opal_deploy.evaluation.annotations import Annotations
+from opal_deploy.evaluation.inputs import read_inputs
+from opal_deploy.evaluation.options import EvaluateOptions
+from opal_deploy.evaluation.session import evaluate_session
+from opal_deploy.logs import as_progress
+from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.runtime.select import open_sessions
 
 
 @dataclass(frozen=True)
@@ -66,14 +72,6 @@ class Effect:
         trials, less = self.gained + self.lost, min(self.gained, self.lost)
         return min(1.0, 2 * math.fsum(math.comb(trials, k) * 0.5**trials for k in range(less + 1)))
 
-    def by_class(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield each class whose number of correct answers changes: class, its images, correct before and after."""
-        for class_id in np.unique(self.labels).tolist():
-            own = self.labels == class_id
-            before, after = int((self.before[own] == class_id).sum()), int((self.after[own] == class_id).sum())
-            if before != after:
-                yield class_id, int(own.sum()), before, after
-
 
 @dataclass(frozen=True)
 class Scores:
@@ -91,13 +89,7 @@ class Scores:
 
     def logits(self, class_map: ClassMap) -> DoubleArray:
         """Return the logits of the model with this map: float64 [N, C]."""
-        rows = max(1, _CHUNK // self.values.shape[1])
-        return np.concatenate(
-            [
-                compute_logits(part, class_map, self.metadata)
-                for part in np.split(self.values, range(rows, len(self.values), rows))
-            ]
-        )
+        return compute_logits(self.values, class_map, self.metadata)
 
     def predict(self, class_map: ClassMap) -> NDArray[np.int64]:
         """Return the predicted classes of the model with this map: int64 [N]."""
@@ -112,7 +104,7 @@ class Scores:
             UsageError: the model lacks a slot or has dropped it, one is given twice, or a class has no other slot left.
         """
         channels = parse_slots(slots, self.metadata, "try_drop")
-        check_drops(channels, (), self.metadata)
+        check_drops(channels, self.metadata)
         return self.compare(self.metadata.class_map, self.metadata.class_map.drop(channels))
 
     def compare(self, before: ClassMap, after: ClassMap) -> Effect:
@@ -162,3 +154,51 @@ class Scores:
             own = class_map.drop([channel]).totals(taken, class_id)
             wins = (own > highest) | ((own == highest) & (class_id < best))
             yield channel, np.where(wins, class_id, best)
+
+
+@dataclass(frozen=True)
+class ScoredData:
+    """N labelled images with the model's scores and cells.
+
+    Attributes:
+        scores: their scores and labels.
+        cells: int32 [N, K], flat row-major cell of each channel's maximum.
+        samples, geometries: N images, and how each became the model's input.
+        annotations: objects and parts; may be empty.
+        root: the data set's folder.
+        split: its images that were measured.
+    """
+
+    scores: Scores
+    cells: IntArray
+    samples: list[Sample]
+    geometries: list[Geometry]
+    annotations: Annotations
+    root: Path
+    split: str = "val"
+
+    @property
+    def metadata(self) -> Metadata:
+        """The model's metadata."""
+        return self.scores.metadata
+
+
+def score_data(path: Path, metadata: Metadata, data: Path, options: EvaluateOptions) -> ScoredData:
+    """Run the model on the data set's images.
+
+    Raises:
+        UsageError: the data set does not fit the model or the options, or an image cannot be used.
+    """
+    inputs = read_inputs(data, {path: metadata}, options)
+    session = open_sessions(path, device=options.device, threads=options.threads)[0]
+    progress = as_progress(options.progress)
+    measured = evaluate_session(
+        session, inputs.samples, boxes=options.boxes, batch=options.batch, progress=progress, model=str(path)
+    )
+    outputs = measured.outputs
+    assert outputs.scores is not None  # evidence is exact
+    assert outputs.argmax is not None
+    return ScoredData(
+        Scores(session.metadata, outputs.scores, measured.labels), outputs.argmax, inputs.samples, measured.geometries,
+        inputs.annotations, inputs.data.root, options.split,
+    )  # fmt: skip

@@ -4,52 +4,34 @@ Each reason compares where a slot's score comes from, over the images of its cla
 do. Images are weighted by score, since a slot that finds nothing in an image still reads some cell. Slots that find
 nothing in any image of their class are not judged: their cells are chance, and they decide no answer.
 
-    background   it fires on images without an object as strongly as on half of its class's images
     object       significantly less of its score comes from the object than the object has of the image
     parts        significantly less of its score comes from the annotated parts than they have of the image; of images
                  cropped to the object
-    source       it fires on the images of one camera, program, size or folder, and less on the others of its class
     corner       most of its score comes from the image's corners: stamps, logos, time codes
     border       nearly all of its score comes from the outermost rows and columns: frames, captions, scale bars
     wrong        without it significantly more answers are right
-
-A slot that nearly always shares its cell with a stronger slot of its class is `redundant`: listed, but not suspected.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, Image
 
-from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.drops import name_slot
-from opal_deploy.datasets.samples import Sample
-from opal_deploy.editing.data import ScoredData
-from opal_deploy.editing.scores import Effect
+from opal_deploy.editing.scores import Effect, ScoredData
 
-REDUNDANT = "redundant"
 # images of a class that a share of them needs
 _MIN_IMAGES = 5
-# share of background images that reach the median score of the class's own images; near 0 for slots on objects
-_BACKGROUND_SHARE = 0.1
-_CORNER_SHARE, _BORDER_SHARE, _SHARED_SHARE = 0.5, 0.75, 0.95
+_CORNER_SHARE, _BORDER_SHARE = 0.5, 0.75
 # side of a corner as a share of the grid's
 _CORNER_SIDE = 1 / 8
 _SIGNIFICANCE = 0.05
-# area under the ROC curve with which a slot tells images of a source from others
-_TELLS_SOURCE = 0.9
 # standard errors below the expectation that only a twentieth of random shares reach
 _STANDARD_ERRORS = 1.645
-# properties of a file, and characters of a value
-_TAGS = {"camera maker": ExifTags.Base.Make, "camera": ExifTags.Base.Model, "software": ExifTags.Base.Software}
-_LONGEST = 60
 # a slot finds nothing where its score is less than twice the 1/K of an even attention
 _SILENT = 2.0
 
@@ -64,86 +46,66 @@ class Reason:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A slot that is worth looking at.
+    """A slot that looks at the wrong thing, a candidate for `--drop`.
 
     Attributes:
-        class_id, channel: of the slot.
+        channel: of the slot.
         name: CLASS/SLOT.
-        images: images of its class, on which the shares in the reasons are measured.
         reasons: at least one.
         effect: of dropping this slot alone; None for its class's last slot, which cannot be dropped.
     """
 
-    class_id: int
     channel: int
     name: str
-    images: int
     reasons: tuple[Reason, ...]
     effect: Effect | None
 
-    @property
-    def suspected(self) -> bool:
-        """Whether the slot looks at the wrong thing, so that it is a candidate for `--drop`."""
-        return any(reason.kind != REDUNDANT for reason in self.reasons)
-
 
 def suggest_slots(data: ScoredData) -> list[Suggestion]:
-    """Return the slots that look at the wrong thing, those with most reasons first, then the redundant ones."""
+    """Return the slots that look at the wrong thing, those with most reasons first."""
     metadata, class_map = data.metadata, data.metadata.class_map
     effects = dict(data.scores.try_each())
-    from_sources = _compare_sources(data)
-    found = []
+    suggestions = []
     for class_id in range(metadata.num_classes):
         # whether answered correctly or not: a class that relies on a shortcut fails on images without it
         rows = np.flatnonzero(data.scores.labels == class_id)
         on_object = _compare_with_object(data, rows, class_id) if len(rows) >= _MIN_IMAGES else {}
         for channel in class_map.channels(class_id).tolist():
-            reasons = []
+            reasons: list[Reason] = []
             if len(rows) >= _MIN_IMAGES and _finds_anything(data, rows, channel):
                 reasons += [*_find_places(data, rows, channel), *on_object.get(channel, ())]
-                reasons += from_sources.get(channel, ())
-                reasons += [*_find_background(data, rows, channel), *_find_redundancy(data, rows, class_id, channel)]
             effect = effects.get(channel)
             if effect is not None and effect.gained > effect.lost and effect.p_value < _SIGNIFICANCE:
                 text = f"without it {effect.gained} more answers are right and {effect.lost} wrong"
                 reasons.append(Reason("wrong", f"{text} (p = {effect.p_value:.2g})"))
             if reasons:
-                name = name_slot(channel, metadata)
-                found.append(Suggestion(class_id, channel, name, len(rows), tuple(reasons), effect))
-    return sorted(found, key=lambda each: (not each.suspected, -len(each.reasons), each.channel))
+                suggestions.append(Suggestion(channel, name_slot(channel, metadata), tuple(reasons), effect))
+    return sorted(suggestions, key=lambda suggestion: (-len(suggestion.reasons), suggestion.channel))
 
 
 def choose_drops(data: ScoredData, suggestions: Sequence[Suggestion]) -> tuple[list[int], list[int]]:
     """Return the channels of the suspected slots that can be dropped, and of the slots that are better dropped.
 
-    A class keeps a slot that finds something in its images: without any it must be trained again. Slots are better
-    dropped if more answers are right without them; these are chosen one by one, the most useful first.
+    A class keeps an unsuspected slot that finds something in its images: without any it must be trained again. Slots
+    are better dropped if more answers are right without them; these are chosen one by one, the most useful first.
     """
-    suspected = [each.channel for each in suggestions if each.suspected]
-    useful = {
-        channel
-        for class_id in range(data.metadata.num_classes)
-        for channel in data.metadata.class_map.channels(class_id).tolist()
-        if not len(rows := np.flatnonzero(data.scores.labels == class_id)) or _finds_anything(data, rows, channel)
-    }
-
-    def keeps_useful(class_map: ClassMap, channel: int) -> bool:
-        left = class_map.drop([channel])
-        return all(useful.intersection(left.channels(class_id).tolist()) for class_id, _ in left.owners(channel))
-
-    class_map, dropped = data.metadata.class_map, []
+    class_map, suspected = data.metadata.class_map, [suggestion.channel for suggestion in suggestions]
+    sound = set()
+    for class_id in range(data.metadata.num_classes):
+        rows = np.flatnonzero(data.scores.labels == class_id)
+        others = set(class_map.channels(class_id).tolist()).difference(suspected)
+        if any(not len(rows) or _finds_anything(data, rows, channel) for channel in others):
+            sound.add(class_id)
+    droppable = [slot for slot in suspected if all(class_id in sound for class_id, _ in class_map.owners(slot))]
+    chosen: list[int] = []
     while True:
-        effects = data.scores.try_each(class_map, {each for each in suspected if keeps_useful(class_map, each)})
+        effects = data.scores.try_each(class_map, droppable)
         gains = {channel: effect.gained - effect.lost for channel, effect in effects}
-        best = max((each for each in suspected if each in gains), key=lambda each: gains[each], default=None)
+        best = max(gains, key=gains.__getitem__, default=None)
         if best is None or gains[best] <= 0:
-            break
-        dropped.append(best)
+            return droppable, chosen
+        chosen.append(best)
         class_map = class_map.drop([best])
-    sound = useful.difference(suspected)
-    owners = {each: data.metadata.class_map.owners(each)[0][0] for each in suspected}
-    channels = data.metadata.class_map.channels
-    return [each for each in suspected if sound.intersection(channels(owners[each]).tolist())], dropped
 
 
 def _finds_anything(data: ScoredData, rows: NDArray[np.int64], channel: int) -> bool:
@@ -152,19 +114,19 @@ def _finds_anything(data: ScoredData, rows: NDArray[np.int64], channel: int) -> 
 
 def _find_places(data: ScoredData, rows: NDArray[np.int64], channel: int) -> Iterator[Reason]:
     height, width = data.metadata.grid
-    y, x = np.divmod(data.cells[rows, channel], width)
+    y, x = np.indices((height, width))
     from_edge_y, from_edge_x = np.minimum(y, height - 1 - y), np.minimum(x, width - 1 - x)
-    side_y, side_x = math.ceil(height * _CORNER_SIDE), math.ceil(width * _CORNER_SIDE)
-    weights = data.scores.values[rows, channel].astype(np.float64)
-    corner = float(np.average((from_edge_y < side_y) & (from_edge_x < side_x), weights=weights))
-    if corner >= _CORNER_SHARE:
-        by_chance = 4 * side_y * side_x / (height * width)
-        yield Reason("corner", f"{corner:.0%} of its score comes from the corners ({by_chance:.0%} of the cells)")
-        return
-    border = float(np.average((from_edge_y == 0) | (from_edge_x == 0), weights=weights))
-    if border >= _BORDER_SHARE:
-        by_chance = 1 - max(height - 2, 0) * max(width - 2, 0) / (height * width)
-        yield Reason("border", f"{border:.0%} of its score comes from the border ({by_chance:.0%} of the cells)")
+    corners = (from_edge_y < math.ceil(height * _CORNER_SIDE)) & (from_edge_x < math.ceil(width * _CORNER_SIDE))
+    border = (from_edge_y == 0) | (from_edge_x == 0)
+    cells, weights = data.cells[rows, channel], data.scores.values[rows, channel].astype(np.float64)
+    for kind, place, region, limit in (
+        ("corner", "the corners", corners, _CORNER_SHARE),
+        ("border", "the border", border, _BORDER_SHARE),
+    ):
+        share = float(np.average(region.ravel()[cells], weights=weights))
+        if share >= limit:
+            yield Reason(kind, f"{share:.0%} of its score comes from {place} ({region.mean():.0%} of the cells)")
+            return
 
 
 def _compare_with_object(data: ScoredData, rows: NDArray[np.int64], class_id: int) -> dict[int, list[Reason]]:
@@ -197,79 +159,3 @@ def _compare_with_object(data: ScoredData, rows: NDArray[np.int64], class_id: in
         for channel, share, limit in zip(channels.tolist(), shares.tolist(), limits.tolist(), strict=True)
         if share < limit
     }
-
-
-def _compare_sources(data: ScoredData) -> dict[int, list[Reason]]:
-    """Return, by channel, the slots that distinguish one source's images from the rest of their class."""
-    from scipy.stats import mannwhitneyu
-
-    sources = [read_source(sample) for sample in data.samples]
-    candidates = []
-    for class_id in range(data.metadata.num_classes):
-        rows = np.flatnonzero(data.scores.labels == class_id)
-        groups = _group_by_source([sources[row] for row in rows.tolist()])
-        channels = data.metadata.class_map.channels(class_id).tolist()
-        candidates += [(channel, rows, name, group) for name, group in groups.items() for channel in channels]
-    reasons: dict[int, list[Reason]] = {}
-    for channel, rows, name, group in candidates:
-        scores = data.scores.values[rows, channel]
-        inside, outside = scores[group], scores[~group]
-        test = mannwhitneyu(inside, outside, alternative="greater", method="asymptotic", use_continuity=False)
-        area = test.statistic / (len(inside) * len(outside))
-        # Bonferroni: as many tests as candidates
-        if area >= _TELLS_SOURCE and test.pvalue * len(candidates) < _SIGNIFICANCE:
-            text = f"its mean score is {inside.mean():.2f} on the {len(inside)} images with {name}"
-            text += f" and {outside.mean():.2f} on the {len(outside)} others of its class"
-            reasons.setdefault(channel, []).append(Reason("source", text))
-    return reasons
-
-
-def read_source(sample: Sample) -> dict[str, str]:
-    """Return the properties of an image's file that are known, such as {"camera": "NIKON D70"}."""
-    source = {"folder": sample.path.parent.name}
-    # the letters before a number: IMG_0123, DSC00456
-    if prefix := re.match(r"[^\W\d_]{2,}", sample.path.name):
-        source["file name"] = f"{prefix[0]}…"
-    # damaged EXIF raises what its parser stumbles over; the pixels are fine
-    with suppress(Exception), Image.open(sample.path) as image:
-        source["size"] = f"{image.width}x{image.height}"
-        exif = image.getexif()
-        values = {name: exif.get(tag) for name, tag in _TAGS.items()}
-        source |= {name: text for name, value in values.items() if (text := str(value or "").strip("\0 "))}
-    return {name: value[:_LONGEST] for name, value in source.items()}
-
-
-def _group_by_source(sources: Sequence[dict[str, str]]) -> dict[str, NDArray[np.bool_]]:
-    """Return groups of n images that share a property, bool [n] by description; they and the rest have enough."""
-    groups: dict[str, NDArray[np.bool_]] = {}
-    for name in dict.fromkeys(name for source in sources for name in source):
-        values = np.array([source.get(name, "") for source in sources])
-        for value in np.unique(values[values != ""]).tolist():
-            group = values == value
-            # of properties that always come together the first is enough
-            is_new = not any((group == known).all() for known in groups.values())
-            if is_new and _MIN_IMAGES <= group.sum() <= len(group) - _MIN_IMAGES:
-                groups[f"{name} {value}"] = group
-    return groups
-
-
-def _find_background(data: ScoredData, rows: NDArray[np.int64], channel: int) -> Iterator[Reason]:
-    if data.background is None:
-        return
-    median = float(np.median(data.scores.values[rows, channel]))
-    share = float((data.background[:, channel] >= median).mean())
-    if share >= _BACKGROUND_SHARE:
-        yield Reason("background", f"{share:.0%} of the background images reach its median score of {median:.2f}")
-
-
-def _find_redundancy(data: ScoredData, rows: NDArray[np.int64], class_id: int, channel: int) -> Iterator[Reason]:
-    scores = data.scores.values[rows].mean(axis=0)
-    for other in data.metadata.class_map.channels(class_id).tolist():
-        shared = float((data.cells[rows, other] == data.cells[rows, channel]).mean())
-        # of equal ones the later slot is the redundant one
-        if other != channel and shared >= _SHARED_SHARE and (-scores[other], other) < (-scores[channel], channel):
-            name = f"slot {data.metadata.class_map.slot_of(class_id, other)}"
-            yield Reason(
-                REDUNDANT, f"it shares its cell with the stronger {name} on {shared:.0%} of its class's images"
-            )
-            return

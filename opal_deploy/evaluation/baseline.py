@@ -16,7 +16,7 @@ from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model.neighbours import MAX_IMAGES, Neighbours, max_images
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.resize import normalise
-from opal_deploy.records.observations import observe_outputs
+from opal_deploy.records.evidence import observe_outputs
 from opal_deploy.runtime.session import ImageBatch, Session
 
 # validation images of a baseline

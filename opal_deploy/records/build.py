@@ -159,13 +159,13 @@ def _build_slots(evidence: SlotEvidence, metadata: Metadata, names: SlotNames) -
     *arrays, parts = columns
     all_parts = no_parts if parts is None else parts.tolist()
     arrays = [evidence.class_ids, listed, numbers, *arrays]
-    for class_id, here, *values, own in zip(*(array.tolist() for array in arrays), all_parts, strict=False):
+    for class_id, is_kept, *values, own in zip(*(array.tolist() for array in arrays), all_parts, strict=False):
         yield tuple([
             Slot(
                 slot=slot, channel=channel, cell=tuple(cell), score=score, contribution=part, box=tuple(box),
                 name=names.get((class_id, slot)),
             )
-            for is_listed, slot, channel, cell, score, box, part in zip(here, *values, own, strict=False)
+            for is_listed, slot, channel, cell, score, box, part in zip(is_kept, *values, own, strict=False)
             if is_listed
         ])  # fmt: skip
 

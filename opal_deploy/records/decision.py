@@ -27,12 +27,6 @@ _PANEL = "Thresholds"
 _USUAL_RATE = 0.05
 
 
-# of two cosines
-_LARGEST_MARGIN = 2
-# without and with background images (docs/contract.md)
-_LARGEST_OOD_SCORE = {False: 2, True: 6}
-
-
 class Chosen(NamedTuple):
     """A limit that was chosen by a rate, and a sentence on its effect on the validation images."""
 
@@ -49,7 +43,7 @@ class Threshold:
         above: the status is given above the limit; False: below it.
         status: the record's status.
         number: a limit in words, for messages.
-        check: raises UsageError if the model lacks the quantity; gets `--flag VALUE`, the model's file and metadata.
+        check: raises UsageError if the model lacks the quantity; gets the option, the model's file and metadata.
         choose: finds the limit for a rate; raises UsageError where the validation images do not allow it. Gets what
             `check` gets, and the rate.
         explain: why an image has the status, in words, from its quantity, the limit, its class, its slots and the
@@ -65,28 +59,26 @@ class Threshold:
     explain: Callable[[float, float, int, Sequence[Slot], Metadata], str] | None = None
 
 
-def _check_margin(given: str, path: Path, metadata: Metadata) -> None:
+def _check_margin(flag: str, path: Path, metadata: Metadata) -> None:
     if metadata.evidence == "none":
-        raise UsageError(f"{path}: it has no cosines, so no margin; leave out {given.split()[0]}")
-    # the margins of heads that share prototypes are differences of logits
-    if metadata.is_opal and (parse_number(given.partition(" ")[2]) or 0) > _LARGEST_MARGIN:
-        raise UsageError(f"{given}: above every margin, so all images would be abstained; expected at most 2")
+        raise UsageError(f"{path}: it has no cosines, so no margin; leave out {flag}")
 
 
-def _choose_margin(given: str, path: Path, metadata: Metadata, rate: float) -> Chosen:
+def _choose_margin(flag: str, path: Path, metadata: Metadata, rate: float) -> Chosen:
     """Return the margin that keeps an error rate on the validation images (`statistics.choose_threshold`)."""
     from opal_deploy.statistics import CONFIDENCE, choose_threshold, smallest_target
 
+    option = f"{flag} {100 * rate:g}%"
     if not metadata.risk:
         raise UsageError(
-            f"{given}: {path} has no validation images to choose a margin by; choose one with "
+            f"{option}: {path} has no validation images to choose a margin by; choose one with "
             f"`opal-deploy evaluate DATA --model {path} --target-error {100 * rate:g}%`, and give that"
         )
     chosen = choose_threshold(metadata.risk, rate)
     if chosen.min_margin is None:
         smallest = smallest_target(metadata.risk)
         advice = "give a margin" if smallest is None else f"the smallest rate that works is {100 * smallest:g}%"
-        raise UsageError(f"{given}: {chosen.reason} ({chosen.images} validation images); {advice}")
+        raise UsageError(f"{option}: {chosen.reason} ({chosen.images} validation images); {advice}")
     return Chosen(
         chosen.min_margin,
         f"Abstaining below margin {chosen.min_margin:.4g}: on {chosen.images} validation images it answers "
@@ -95,43 +87,32 @@ def _choose_margin(given: str, path: Path, metadata: Metadata, rate: float) -> C
     )
 
 
-def _check_ood_score(given: str, path: Path, metadata: Metadata) -> None:
-    flag = given.split()[0]
-    if metadata.evidence != "exact":
-        raise UsageError(
-            f"{given}: {path} computes no OOD score, since no single cell is its evidence (evidence "
-            f"{metadata.evidence}); leave {flag} out"
-        )
-    if not metadata.is_opal:
-        raise UsageError(f"{given}: {path} computes no OOD score (head {metadata.head_kind}); leave {flag} out")
-    if not metadata.has_output("ood_score"):
-        is_checkpoint = model_kind(path) == "checkpoint"
-        why = "its checkpoint has no features of training images"
-        model, after = (path, "") if is_checkpoint else (metadata.checkpoint_name, ", then export it again")
-        raise UsageError(
-            f"{given}: {path} computes no OOD score: "
-            f"{why if is_checkpoint else f'exported with --no-ood-score, or {why}'}; add them with "
-            f"`opal-deploy evaluate DATA --model {model} --split val --record`{after}"
-        )
-    # an edited model has no baseline to tell whether there are background images
-    baseline = metadata.known_baseline
-    largest = _LARGEST_OOD_SCORE[baseline is None or baseline.background > 0]
-    if (parse_number(given.partition(" ")[2]) or 0) > largest:
-        raise UsageError(f"{given}: above every OOD score, so no image would be unknown; expected at most {largest}")
+def _check_ood_score(flag: str, path: Path, metadata: Metadata) -> None:
+    if metadata.has_output("ood_score"):
+        return
+    if metadata.evidence != "exact" or not metadata.is_opal:
+        head = f"head {metadata.head_kind}, evidence {metadata.evidence}"
+        raise UsageError(f"{path}: computes no OOD score ({head}); leave {flag} out")
+    is_checkpoint = model_kind(path) == "checkpoint"
+    model, after = (path, "") if is_checkpoint else (metadata.checkpoint_name, ", then export it again")
+    raise UsageError(
+        f"{path}: computes no OOD score for {flag}: it has no features of training images; add them with `opal-deploy "
+        f"evaluate DATA --model {model} --split val --record`{after}"
+    )
 
 
-def _choose_ood_score(given: str, path: Path, metadata: Metadata, rate: float) -> Chosen:
+def _choose_ood_score(flag: str, path: Path, metadata: Metadata, rate: float) -> Chosen:
     """Return the OOD score that an image like the validation images exceeds with at most this probability."""
-    baseline = metadata.known_baseline
+    option, baseline = f"{flag} {100 * rate:g}%", metadata.known_baseline
     if baseline is None or not baseline.ood_score:
         raise UsageError(
-            f"{given}: {path} has no baseline of validation images; measure one with `opal-deploy evaluate "
+            f"{option}: {path} has no baseline of validation images; measure one with `opal-deploy evaluate "
             f"DATA --model {path} --split val --record`, or give an OOD score such as 0.7"
         )
     limit = baseline.choose_threshold(rate)
     if limit is None:
         raise UsageError(
-            f"{given}: {baseline.images} validation images are too few for that rate; give "
+            f"{option}: {baseline.images} validation images are too few for that rate; give "
             f"{100 * baseline.smallest_rate:g}% or more, or an OOD score"
         )
     return Chosen(
@@ -162,8 +143,8 @@ def describe_supported_rates(risk: Mapping[str, Any], baseline: Baseline | None)
         smallest = smallest_target(risk)
         rates = "no error rate" if smallest is None else f"error rates from {100 * smallest:g}%"
         wrong = round(risk["images"] * risk["error"])
-        found = f"{wrong} of {risk['images']:,} validation images are wrong"
-        yield f"--min-margin takes {rates}: {found}, and more images allow lower rates"
+        figures = f"{wrong} of {risk['images']:,} validation images are wrong"
+        yield f"--min-margin takes {rates}: {figures}, and more images allow lower rates"
     if baseline is not None and baseline.ood_score:
         rate = max(_USUAL_RATE, baseline.smallest_rate)
         yield (
@@ -186,11 +167,11 @@ def _explain_ood_score(score: float, limit: float, class_id: int, slots: Sequenc
         entry = int(metadata.class_map.entries[class_id, slot.slot])
         if (usual := baseline.find_slot(entry)) is None:
             continue
-        low, high, here = usual.score[0], usual.score[-1], slot.score
-        unusual = max(low / max(here, 1e-9), here / max(high, 1e-9))
+        low, high = usual.score[0], usual.score[-1]
+        unusual = max(low / max(slot.score, 1e-9), slot.score / max(high, 1e-9))
         if unusual > 1 and (worst is None or unusual > worst[0]):
             whose = f"in {usual.images:,} images of this class" if entry in baseline.slots else "over all classes"
-            worst = unusual, f"; slot {slot.slot} usually {low:.2g} to {high:.2g} {whose}, here {here:.2g}"
+            worst = unusual, f"; slot {slot.slot} usually {low:.2g} to {high:.2g} {whose}, here {slot.score:.2g}"
     return text + (worst[1] if worst else "")
 
 
@@ -251,14 +232,17 @@ class Decision(Options):
         for name, threshold in THRESHOLDS.items():
             if (value := getattr(self, name)) is None:
                 continue
-            given, text = flag_of(name), str(value)
-            threshold.check(f"{given} {text}", path, metadata)
+            flag, text = flag_of(name), str(value)
+            threshold.check(flag, path, metadata)
             if text.strip().endswith("%"):
-                chosen = threshold.choose(f"{given} {text}", path, metadata, parse_rate(given, text))
+                chosen = threshold.choose(flag, path, metadata, parse_rate(flag, text))
                 log(chosen.effect)
                 limits[name] = chosen.limit
-            else:
-                limits[name] = _parse_number(given, text, threshold.number)
+                continue
+            limits[name] = parse_number(text)
+            # margins and OOD scores are at least 0
+            if limits[name] is None or limits[name] < 0:
+                raise UsageError(f"{flag} {text!r}: expected {threshold.number}")
         return replace(self, **limits)
 
     @property
@@ -296,18 +280,10 @@ class Decision(Options):
         return [(name, THRESHOLDS[name], limit) for name, limit in self.limits.items() if limit is not None]
 
 
-def _parse_number(option: str, text: str, expected: str) -> float:
-    """Return a finite number, at least 0 like margins and OOD scores."""
-    value = parse_number(text)
-    if value is None or value < 0:
-        raise UsageError(f"{option} {text!r}: expected {expected}")
-    return value
-
-
 def _find_thresholds() -> dict[str, Threshold]:
     hints = get_type_hints(Decision, include_extras=True)
     return {
-        field.name: next(each for each in hints[field.name].__metadata__ if isinstance(each, Threshold))
+        field.name: next(entry for entry in hints[field.name].__metadata__ if isinstance(entry, Threshold))
         for field in fields(Decision)
     }
 

@@ -1,13 +1,15 @@
-"""Whether a model's answers still look like its baseline: counts of observations, and the shifts that they show.
+"""Whether a model's answers still look like its baseline: the tests, and what their outcome means in words.
 
-Observations are only counted, in bins whose edges are the baseline's quantiles: memory is bounded however many images
-come, and adding a batch costs microseconds per image. A distribution is compared by the distance of Kolmogorov and
-Smirnov at these edges, which is at most the distance of the samples, so that the test errs on the side of no shift. A
-share (of a class among the answers, of a place among a slot's cells) is compared by Fisher's exact test, since counts
-are often small: for 1 case in 10 after 0 in 1,000, its p-value is 0.01, that of a chi-square test 7e-7.
+A distribution is compared by the distance of Kolmogorov and Smirnov at the baseline's quantiles, which is at most the
+distance of the samples, so that the test errs on the side of no shift. A share (of a class among the answers, of a
+place among a slot's cells) is compared by Fisher's exact test, since counts are often small: for 1 case in 10 after 0
+in 1,000, its p-value is 0.01, that of a chi-square test 7e-7.
 
 The false discovery rate is controlled within each of three families, labels, quantities of images, and slots, at a
 third of the level each: thousands of slots must not hide that the cosine fell.
+
+A shift also has a size from 0, its `effect`, since with enough images any difference is significant: the distance of
+the distributions, or half of Cohen's h of two shares, |asin(sqrt(p)) - asin(sqrt(q))|. 0.1 is small by either.
 """
 
 from __future__ import annotations
@@ -15,268 +17,306 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import false_discovery_control, fisher_exact, kstwobign
 
-from opal_deploy.artifact.baseline import (
-    DIGITS,
-    LEVELS,
-    PLACES,
-    SLOT_LEVELS,
-    Baseline,
-    Observations,
-    SlotBaseline,
-)
+from opal_deploy.artifact.baseline import DIGITS, LEVELS, PLACES, SLOT_LEVELS, Baseline, Observations, SlotBaseline
 from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.outputs import DoubleArray
-from opal_deploy.errors import require
-from opal_deploy.records.shifts import FAMILIES, KINDS, Kind, Share, Shift, kolmogorov_smirnov
 
-# images from which a sample can be compared at all
-MIN_SAMPLE = 20
+Kind = Literal["label", "cosine", "margin", "norm", "shared_cells", "ood_score", "score", "contribution", "place"]
+_QUANTITIES: tuple[Kind, ...] = ("cosine", "margin", "norm", "shared_cells", "ood_score")
+_WORDS: dict[str, str] = {
+    "cosine": "cosine", "margin": "margin", "norm": "norm of the scores", "ood_score": "OOD score",
+    "shared_cells": "share of slots that look at the same cell", "score": "score", "contribution": "contribution",
+}  # fmt: skip
+# families of tests: labels, quantities of images, slots
+_FAMILIES = 3
 # answers with a class from which its slots are compared: each comparison makes the others less certain
 _MIN_ANSWERS = 10
 # a bit more than half a unit in the last of a baseline's digits, and the smallest number that has such digits
 _HALF_UNIT, _SMALLEST = 0.501, 1e-12
 # share of the largest change, and bars of a histogram
-_ABOUT_AS_MUCH = 0.9
-_RANGES = 15
-_Counts = NDArray[np.int64]
+_ABOUT_AS_MUCH, _RANGES = 0.9, 15
+# name, and shares before and after
+Bar = tuple[str, float, float]
 
 
-class _Edges:
-    """Bins of values between quantiles, for any number of distributions with the same levels.
-
-    Two edges around each quantile keep equal values apart from smaller and larger ones: baselines have ties.
-    """
-
-    def __init__(self, quantiles: DoubleArray, levels: Sequence[float]) -> None:
-        """Prepare the bins of R distributions; `quantiles`: [R, L], NaN where unknown."""
-        self.quantiles, self._levels = quantiles, np.asarray(levels)
-        magnitude = np.floor(np.log10(np.maximum(np.abs(quantiles), _SMALLEST)))
-        margin = _HALF_UNIT * 10.0 ** (magnitude + 1 - DIGITS)
-        low, high = quantiles - margin, quantiles + margin
-        self._edges = np.sort(np.concatenate([low, high], axis=1), axis=1)
-        self._low, self._high = low, high
-        self.bins = self._edges.shape[1] + 1
-
-    def find(self, rows: NDArray[np.int64] | int, values: DoubleArray) -> NDArray[np.int64]:
-        """Return the bins of values, [...], each by the distribution of its row."""
-        found: NDArray[np.int64] = (values[..., None] > self._edges[rows]).sum(axis=-1)
-        return found
-
-    def compare(self, row: int, counts: _Counts, answers: int) -> tuple[float, bool, float, float, float] | None:
-        """Return distance, whether values rose, the value where they differ most, and the shares beyond it.
-
-        Args:
-            row: of the distribution.
-            counts: [bins].
-            answers: number of values that the quantiles were computed from.
-        """
-        if (total := int(counts.sum())) == 0 or np.isnan(self.quantiles[row]).any():
-            return None
-        below = np.cumsum(counts) / total
-        # the shares of the new values that are smaller, and not larger, than each quantile
-        smaller = below[np.searchsorted(self._edges[row], self._low[row])]
-        up_to = below[np.searchsorted(self._edges[row], self._high[row])]
-        # bounds of the same shares of the baseline's values, whatever their ties
-        steps = np.round(self._levels * (answers - 1), 9)
-        most_smaller, least_up_to = np.ceil(steps) / answers, (np.floor(steps) + 1) / answers
-        fell, rose = smaller - most_smaller, least_up_to - up_to
-        if fell.max() >= rose.max():
-            at = int(fell.argmax())
-            return float(max(fell[at], 0.0)), False, float(self.quantiles[row, at]), most_smaller[at], smaller[at]
-        at = int(rose.argmax())
-        return float(rose[at]), True, float(self.quantiles[row, at]), 1 - least_up_to[at], 1 - up_to[at]
-
-    def histogram(self, row: int, counts: _Counts) -> list[tuple[str, float, float]]:
-        """Return the ranges between the quantiles in words, and the shares of the old and the new values in each."""
-        # at most about a dozen ranges
-        step = 1 + len(self._levels) // _RANGES
-        ranks = np.searchsorted(self._edges[row], self._high[row, ::step])
-        after = np.diff(np.cumsum(counts)[ranks] / counts.sum(), prepend=0.0, append=1.0)
-        before = np.diff(self._levels[::step], prepend=0.0, append=1.0)
-        texts = [f"{value:.3g}" for value in self.quantiles[row, ::step]]
-        inner = [f"{low} to {high}" for low, high in itertools.pairwise(texts)]
-        names = [f"up to {texts[0]}", *inner, f"above {texts[-1]}"]
-        return list(zip(names, map(float, before), map(float, after), strict=True))
-
-
-class DriftCounts:
-    """Counts of observations in a baseline's bins.
+@dataclass(frozen=True)
+class Shift:
+    """One comparison with the baseline; `select_shifts` decides whether it is a shift.
 
     Attributes:
-        images: number of images counted.
-        classes: int64 [C], images with each predicted class.
+        kind: what was compared.
+        class_id, slot: of a label, or of a slot's score, contribution or place; None for quantities of all images.
+        p, q: p-value, and the value adjusted for all tests of the comparison.
+        effect: size of the difference, as the module's text defines it.
+        rose: whether values rose, or the share did.
+        place: index into `PLACES`; only of a place.
+        value: the value below or above which the samples differ most; only of a distribution.
+        before, after: share of the answers with the class or place, or beyond `value` (below it if values fell).
+        answers_before, answers_after: the answers that were compared.
     """
 
-    def __init__(self, baseline: Baseline, class_map: ClassMap) -> None:
-        """Count nothing yet, for the model with this baseline and map."""
-        self.baseline, self._map = baseline, class_map
-        self._quantities: dict[Kind, _Edges] = {
-            name: _Edges(np.array([values]), LEVELS)
-            for name in KINDS
-            if (values := baseline.quantiles.get(name)) is not None
-        }
-        # the row of each slot's distribution, by `ClassMap.entries`; those of pooled slots share the last one
-        known = [entry for entry in range(len(class_map.prototypes)) if entry in baseline.slots]
-        measured = [*(baseline.slots[entry] for entry in known), baseline.pooled]
-        self._rows = np.full(len(class_map.prototypes), len(known))
-        self._rows[known] = np.arange(len(known))
-        self._slots = measured
-        # the slots of each row
-        self._entries = [*np.array(known, np.int64)[:, None], np.flatnonzero(self._rows == len(known))]
-        self._slot_edges: dict[Kind, _Edges] = {
-            "score": _Edges(_stack(measured, "score"), SLOT_LEVELS),
-            "contribution": _Edges(_stack(measured, "contribution"), SLOT_LEVELS),
-        }
-        self.images, slots = 0, len(self._rows)
-        self.classes = np.zeros(len(self.baseline.classes), np.int64)
-        self._counts = {name: np.zeros(edges.bins, np.int64) for name, edges in self._quantities.items()}
-        self._slot_counts: dict[Kind, _Counts] = {
-            name: np.zeros((slots, e.bins), np.int64) for name, e in self._slot_edges.items()
-        }
-        self._slot_counts["place"] = np.zeros((slots, len(PLACES)), np.int64)
+    kind: Kind
+    p: float
+    effect: float
+    rose: bool
+    before: float
+    after: float
+    answers_before: int
+    answers_after: int
+    class_id: int | None = None
+    slot: int | None = None
+    place: int | None = None
+    value: float | None = None
+    q: float = 1.0
 
-    def add(self, observations: Observations) -> None:
-        """Count N more images, whose classes are the baseline's."""
-        self.images += len(observations)
-        self.classes += np.bincount(observations.class_ids, minlength=len(self.classes))
-        for name, edges in self._quantities.items():
-            values = getattr(observations, name)
-            bins = edges.find(0, values[~np.isnan(values)])
-            self._counts[name] += np.bincount(bins, minlength=edges.bins)
-        entries = self._map.entries[observations.class_ids]
-        for name, edges in self._slot_edges.items():
-            values = observations.scores if name == "score" else observations.contributions
-            known = ~np.isnan(values)
-            bins = edges.find(self._rows[entries[known]], values[known])
-            self._count_slots(name, entries[known], bins)
-        known = observations.places >= 0
-        self._count_slots("place", entries[known], observations.places[known])
+    def describe(self, class_names: Sequence[str]) -> str:
+        """Return one line for people."""
+        name = "" if self.class_id is None else class_names[self.class_id]
+        after, before = f"{self.after:.0%} of {self.answers_after:,}", f"{self.before:.0%} of {self.answers_before:,}"
+        shares = f"{after} answers, {before} before"
+        if self.kind == "label":
+            return f"{name} is predicted {'more' if self.rose else 'less'} often: {shares}"
+        subject = "" if self.slot is None else f"slot {self.slot} of {name}: "
+        if self.place is not None:
+            moved = "moved to" if self.rose else "left"
+            return f"{subject[:-2]} {moved} the {PLACES[self.place]}: {shares}"
+        change, side = ("rose", "above") if self.rose else ("fell", "below")
+        return f"{subject}{_WORDS[self.kind]} {change}: {after} answers {side} {self.value:.3g}, {before} before"
 
-    def _count_slots(self, name: Kind, entries: NDArray[np.int64], bins: NDArray[np.int64]) -> None:
-        counts = self._slot_counts[name]
-        # `add.at` touches only what changes, however many slots there are
-        np.add.at(counts, (entries, bins), 1)
+    def find_cases(self, observations: Observations) -> NDArray[np.bool_]:
+        """Return which of N images show the shift: its class, its place, or a value beyond `value`."""
+        attribute = {"score": "scores", "contribution": "contributions", "place": "places"}.get(self.kind, self.kind)
+        cases = np.ones(len(observations), np.bool_)
+        if self.kind != "label":
+            values = getattr(observations, attribute)
+            values = values if self.slot is None else values[:, self.slot]
+            if self.place is not None:
+                cases = values == self.place
+            else:
+                cases = values > self.value if self.rose else values < self.value
+        return cases if self.class_id is None else cases & (observations.class_ids == self.class_id)
 
-    def compare(self) -> list[Shift]:
+    def to_dict(self, class_names: Sequence[str]) -> dict[str, Any]:
+        """Return the shift for JSON, with the names of its class and place, and in words."""
+        label = None if self.class_id is None else class_names[self.class_id]
+        place = None if self.place is None else PLACES[self.place]
+        return {**asdict(self), "label": label, "place": place, "text": self.describe(class_names)}
+
+
+def select_shifts(tests: Sequence[Shift], max_q: float, min_effect: float) -> list[Shift]:
+    """Return the shifts among all tests of a comparison, the smallest p-value first, then the largest effect."""
+    shifts = [test for test in tests if test.q <= max_q and test.effect >= min_effect]
+    return sorted(shifts, key=lambda shift: (shift.p, -shift.effect))
+
+
+def find_smallest_shift(tests: Sequence[Shift], images: tuple[int, int], max_q: float, min_effect: float) -> float:
+    """Return the distance from which the distribution of one quantity of all images would have been a shift.
+
+    Args:
+        images: number of images before and after.
+    """
+    quantities = sum(test.kind in _QUANTITIES for test in tests)
+    # the smallest of the p-values of a family of a few tests
+    p = max_q / (_FAMILIES * max(quantities, 1))
+    return max(min(float(kstwobign.isf(p)) / _scale(*images), 1.0), min_effect)
+
+
+# kinds of shifts that rose and that fell, one of which must be among them; the likely cause; and the section of
+# docs/howto/drift.md that says what to do
+_CAUSES: tuple[tuple[set[str], set[str], str, str], ...] = (
+    ({"ood_score"}, set(), "Pictures are less like the training images", "OpalUnknownImages"),
+    ({"shared_cells"}, {"norm"}, "Evidence is weaker in all classes, as with blur or another lens",
+     "OpalEvidenceChanged"),
+    ({"score", "contribution"}, {"score", "contribution"}, "Single slots match more weakly or strongly",
+     "OpalEvidenceChanged"),
+    ({"place"}, {"place"}, "Slots look elsewhere: another framing, or something new at that place", "OpalSlotsMoved"),
+    (set(), {"cosine", "margin"}, "Answers are less certain; expect more wrong ones", "OpalConfidenceChanged"),
+    ({"cosine", "margin"}, set(), "Answers are more certain, as with many similar pictures", "OpalConfidenceChanged"),
+    ({"label"}, {"label"}, "Class shares have changed", "OpalClassShares"),
+)  # fmt: skip
+
+
+def interpret(shifts: Sequence[Shift]) -> dict[str, str]:
+    """Return the likely causes of a pattern of shifts, by the section of docs/howto/drift.md that says what to do."""
+    rose, fell = ({shift.kind for shift in shifts if shift.rose is up} for up in (True, False))
+    causes: dict[str, str] = {}
+    for ups, downs, text, section in _CAUSES:
+        if ups & rose or downs & fell:
+            causes.setdefault(section, text)
+    return causes
+
+
+class _Slot(NamedTuple):
+    """The observations of one slot in the n answers with its class; those that are not known are left out."""
+
+    class_id: int
+    slot: int
+    measured: SlotBaseline
+    score: DoubleArray
+    contribution: DoubleArray
+    places: NDArray[np.int64]  # number of answers in each of `PLACES`
+
+
+class Comparison:
+    """Observations of N images, compared with a baseline of the same model.
+
+    Slots of classes that the baseline pools, since they were predicted for a handful of images, are not compared.
+    """
+
+    def __init__(self, now: Observations, baseline: Baseline, class_map: ClassMap) -> None:
+        """Sort the observations by slot."""
+        self._now, self._baseline = now, baseline
+        self._class_counts = np.bincount(now.class_ids, minlength=len(baseline.classes))
+        self._slots: dict[tuple[int, int], _Slot] = {}
+        for class_id in np.flatnonzero(self._class_counts >= _MIN_ANSWERS).tolist():
+            own = now.select(now.class_ids == class_id)
+            for slot in class_map.slots(class_id):
+                measured = baseline.slots.get(int(class_map.entries[class_id, slot]))
+                scores, contributions, places = own.scores[:, slot], own.contributions[:, slot], own.places[:, slot]
+                known = np.bincount(places[places >= 0], minlength=len(PLACES))
+                if measured is not None and known.sum() >= _MIN_ANSWERS:
+                    self._slots[class_id, slot] = _Slot(
+                        class_id, slot, measured, scores[~np.isnan(scores)], contributions[~np.isnan(contributions)],
+                        known,
+                    )  # fmt: skip
+
+    def list_tests(self) -> list[Shift]:
         """Return all tests, with their q-values: of labels, of each quantity, and of each slot with enough answers."""
-        require("scipy", "drift", "drift")
         families = self._compare_labels(), self._compare_quantities(), self._compare_slots()
         return [test for family in families for test in _adjust(list(family))]
 
-    def histogram(self, shift: Shift) -> list[tuple[str, float, float]]:
+    def list_bars(self, shift: Shift) -> list[Bar]:
         """Return the bars of a shift: each bar's meaning, and its share of the answers before and after.
 
         Bars are the `PLACES`, or the ranges between the baseline's quantiles; for labels, classes by number as texts.
         """
-        if shift.class_id is None or shift.slot is None:
-            if shift.kind == "label":
-                before, after = np.array(self.baseline.classes), self.classes
-                shares = zip(before / before.sum(), after / self.images, strict=True)
-                return [(str(class_id), float(old), float(new)) for class_id, (old, new) in enumerate(shares)]
-            return self._quantities[shift.kind].histogram(0, self._counts[shift.kind])
-        row = int(self._rows[self._map.entries[shift.class_id, shift.slot]])
-        counts = self._slot_counts[shift.kind][self._entries[row]].sum(axis=0)
+        if shift.class_id is None:
+            values = getattr(self._now, shift.kind)
+            return _list_ranges(self._baseline.quantiles[shift.kind], LEVELS, values[~np.isnan(values)])
+        if shift.slot is None:
+            before = np.array(self._baseline.classes) / self._baseline.images
+            shares = zip(before.tolist(), (self._class_counts / len(self._now)).tolist(), strict=True)
+            return [(str(class_id), old, new) for class_id, (old, new) in enumerate(shares)]
+        slot = self._slots[shift.class_id, shift.slot]
         if shift.kind != "place":
-            return self._slot_edges[shift.kind].histogram(row, counts)
-        measured = self._slots[row]
-        return [
-            (name, 0.0 if measured is None else measured.places[place], float(counts[place] / counts.sum()))
-            for place, name in enumerate(PLACES)
-        ]
+            return _list_ranges(getattr(slot.measured, shift.kind), SLOT_LEVELS, getattr(slot, shift.kind))
+        return list(zip(PLACES, slot.measured.places, (slot.places / slot.places.sum()).tolist(), strict=True))
 
     def _compare_labels(self) -> Iterator[Shift]:
-        before = self.baseline.classes
-        for class_id in np.flatnonzero(self.classes + np.array(before)).tolist():
-            shares = Share(before[class_id], sum(before)), Share(int(self.classes[class_id]), self.images)
+        before = self._baseline.classes
+        for class_id in np.flatnonzero(self._class_counts + np.array(before)).tolist():
+            shares = (before[class_id], sum(before)), (int(self._class_counts[class_id]), len(self._now))
             yield _compare_share("label", *shares, class_id=class_id)
 
     def _compare_quantities(self) -> Iterator[Shift]:
-        for name, edges in self._quantities.items():
-            counts = self._counts[name]
-            yield from _compare_values(name, edges, 0, counts, self.baseline.images, int(counts.sum()))
+        for kind in _QUANTITIES:
+            values = getattr(self._now, kind)
+            values = values[~np.isnan(values)]
+            if kind in self._baseline.quantiles and len(values):
+                yield _compare_values(kind, self._baseline.quantiles[kind], LEVELS, values, self._baseline.images)
 
     def _compare_slots(self) -> Iterator[Shift]:
-        pooled = len(self._slots) - 1
-        for row, (measured, entries) in enumerate(zip(self._slots, self._entries, strict=True)):
-            # slots of one image are not independent of each other: pooled ones count as one
-            share = self._map.max_slots if row == pooled else 1
-            answers = self._slot_counts["place"][entries].sum()
-            if measured is None or answers < _MIN_ANSWERS * share:
-                continue
-            before, after = max(measured.images // share, 1), int(answers) // share
-            for name, edges in self._slot_edges.items():
-                counts = self._slot_counts[name][entries]
-                for test in _compare_values(name, edges, row, counts.sum(axis=0), before, after):
-                    yield self._name_slot(test, entries, self._own_distances(edges, row, counts, before), row == pooled)
-            yield self._compare_places(measured, entries, before, after, pooled=row == pooled)
+        kinds: tuple[Kind, ...] = ("score", "contribution")
+        for slot in self._slots.values():
+            for kind in kinds:
+                quantiles, values = getattr(slot.measured, kind), getattr(slot, kind)
+                if len(quantiles) and len(values):
+                    test = _compare_values(kind, quantiles, SLOT_LEVELS, values, slot.measured.images)
+                    yield replace(test, class_id=slot.class_id, slot=slot.slot)
+            yield _compare_places(slot)
 
-    @staticmethod
-    def _own_distances(edges: _Edges, row: int, counts: _Counts, before: int) -> DoubleArray:
-        if len(counts) == 1:
-            return np.zeros(1)
-        enough = counts.sum(axis=1) >= _MIN_ANSWERS
-        found = (edges.compare(row, own, before) if many else None for own, many in zip(counts, enough, strict=True))
-        return np.array([0.0 if one is None else one[0] for one in found])
 
-    def _compare_places(
-        self, measured: SlotBaseline, entries: NDArray[np.int64], before: int, after: int, *, pooled: bool
-    ) -> Shift:
-        """Return the test of the place whose share differs most; its p-value accounts for all places."""
-        counts = self._slot_counts["place"][entries]
-        old, new = np.array(measured.places), counts.sum(axis=0) / counts.sum()
-        mean = (old * before + new * after) / (before + after)
-        deviations = np.abs(old - new) / np.sqrt(np.maximum(mean * (1 - mean), 1e-12))
-        # among places that changed about as much, the place that slots moved to says more than the one that they left
-        most = deviations >= _ABOUT_AS_MUCH * deviations.max()
-        place = int(np.where(most, new - old, -np.inf).argmax())
-        shares = Share(round(old[place] * before), before), Share(round(new[place] * after), after)
-        test = _compare_share("place", *shares, place=place)
-        test = replace(test, p=min(1.0, test.p * int(np.count_nonzero(mean))))
-        own = counts[:, place] / np.maximum(counts.sum(axis=1), 1) - old[place]
-        own = np.where(counts.sum(axis=1) >= _MIN_ANSWERS, own if test.rose else -own, -1.0)
-        return self._name_slot(test, entries, own, pooled)
+def _find_distance(
+    quantiles: Sequence[float], levels: Sequence[float], values: DoubleArray, answers: int
+) -> tuple[float, bool, float, float, float]:
+    """Return distance, whether values rose, the value where they differ most, and the shares beyond it.
 
-    def _name_slot(self, test: Shift, entries: NDArray[np.int64], changes: DoubleArray, pooled: bool) -> Shift:
-        class_id, slot = self._map.locate(int(entries[changes.argmax()]))
-        return replace(test, class_id=class_id, slot=slot, pooled=pooled)
+    Args:
+        quantiles: [L] of the baseline, at `levels`.
+        values: [n], n at least 1.
+        answers: number of values that the quantiles were computed from.
+    """
+    low, high = _round_off(quantiles)
+    ordered = np.sort(values)
+    # the shares of the new values that are smaller, and not larger, than each quantile
+    smaller, up_to = (np.searchsorted(ordered, edges, side="right") / len(values) for edges in (low, high))
+    # bounds of the same shares of the baseline's values, whatever their ties
+    steps = np.round(np.asarray(levels) * (answers - 1), 9)
+    most_smaller, least_up_to = np.ceil(steps) / answers, (np.floor(steps) + 1) / answers
+    fell, rose = smaller - most_smaller, least_up_to - up_to
+    if fell.max() >= rose.max():
+        at = int(fell.argmax())
+        return float(max(fell[at], 0.0)), False, quantiles[at], float(most_smaller[at]), float(smaller[at])
+    at = int(rose.argmax())
+    return float(rose[at]), True, quantiles[at], float(1 - least_up_to[at]), float(1 - up_to[at])
+
+
+def _round_off(quantiles: Sequence[float]) -> tuple[DoubleArray, DoubleArray]:
+    """Return edges below and above each quantile, between which values are equal to it as far as it was stored."""
+    values = np.asarray(quantiles)
+    magnitude = np.floor(np.log10(np.maximum(np.abs(values), _SMALLEST)))
+    margin = _HALF_UNIT * 10.0 ** (magnitude + 1 - DIGITS)
+    return values - margin, values + margin
+
+
+def _list_ranges(quantiles: Sequence[float], levels: Sequence[float], values: DoubleArray) -> list[Bar]:
+    """Return the ranges between the quantiles in words, and the shares of the old and the new values in each."""
+    # at most about a dozen ranges
+    step = 1 + len(levels) // _RANGES
+    up_to = np.searchsorted(np.sort(values), _round_off(quantiles[::step])[1], side="right") / len(values)
+    after, before = (np.diff(shares, prepend=0.0, append=1.0) for shares in (up_to, levels[::step]))
+    texts = [f"{value:.3g}" for value in quantiles[::step]]
+    inner = [f"{low} to {high}" for low, high in itertools.pairwise(texts)]
+    names = [f"up to {texts[0]}", *inner, f"above {texts[-1]}"]
+    return list(zip(names, before.tolist(), after.tolist(), strict=True))
+
+
+def _compare_values(
+    kind: Kind, quantiles: Sequence[float], levels: Sequence[float], values: DoubleArray, before: int
+) -> Shift:
+    distance, rose, value, *shares = _find_distance(quantiles, levels, values, before)
+    # two-sided and asymptotic, with Stephens' correction for small samples (1970)
+    p = float(kstwobign.sf(_scale(before, len(values)) * distance))
+    return Shift(kind, p, distance, rose, shares[0], shares[1], before, len(values), value=value)
+
+
+def _scale(first: float, second: float) -> float:
+    size = math.sqrt(first * second / (first + second))
+    return size + 0.12 + 0.11 / size
+
+
+def _compare_share(kind: Kind, before: tuple[int, int], after: tuple[int, int], **details: Any) -> Shift:
+    """Return the test of two shares, each as cases and trials."""
+    p = float(fisher_exact([[cases, trials - cases] for cases, trials in (before, after)])[1])
+    old, new = (cases / trials for cases, trials in (before, after))
+    change = math.asin(math.sqrt(new)) - math.asin(math.sqrt(old))
+    return Shift(kind, p, abs(change), change > 0, old, new, before[1], after[1], **details)
+
+
+def _compare_places(slot: _Slot) -> Shift:
+    """Return the test of the place whose share differs most; its p-value accounts for all places."""
+    before, after = slot.measured.images, int(slot.places.sum())
+    old, new = np.array(slot.measured.places), slot.places / after
+    mean = (old * before + new * after) / (before + after)
+    deviations = np.abs(old - new) / np.sqrt(np.maximum(mean * (1 - mean), 1e-12))
+    # among places that changed about as much, the place that slots moved to says more than the one that they left
+    most = deviations >= _ABOUT_AS_MUCH * deviations.max()
+    place = int(np.where(most, new - old, -np.inf).argmax())
+    shares = (round(old[place] * before), before), (int(slot.places[place]), after)
+    test = _compare_share("place", *shares, class_id=slot.class_id, slot=slot.slot, place=place)
+    return replace(test, p=min(1.0, test.p * int(np.count_nonzero(mean))))
 
 
 def _adjust(tests: Sequence[Shift]) -> list[Shift]:
     """Return the tests of one family with their q-values, multiplied by the number of families."""
     if not tests:
         return []
-    from scipy.stats import false_discovery_control
-
     all_q = false_discovery_control([test.p for test in tests]).tolist()
-    return [replace(test, q=min(1.0, q * FAMILIES)) for test, q in zip(tests, all_q, strict=True)]
-
-
-def _stack(slots: Sequence[SlotBaseline | None], name: str) -> DoubleArray:
-    unknown = (math.nan,) * len(SLOT_LEVELS)
-    return np.array([unknown if slot is None else getattr(slot, name) or unknown for slot in slots])
-
-
-def _compare_values(kind: Kind, edges: _Edges, row: int, counts: _Counts, before: int, after: int) -> Iterator[Shift]:
-    if (found := edges.compare(row, counts, before)) is None:
-        return
-    distance, rose, value, share_before, share_after = found
-    p = kolmogorov_smirnov(distance, before, after)
-    yield Shift(kind, p, distance, rose, float(share_before), float(share_after), before, after, value=value)
-
-
-def _compare_share(kind: Kind, before: Share, after: Share, **details: Any) -> Shift:
-    from scipy.stats import fisher_exact
-
-    table = [[int(share.cases), int(share.trials) - int(share.cases)] for share in (before, after)]
-    p = float(fisher_exact(table)[1])
-    angles = [math.asin(math.sqrt(share.value)) for share in (before, after)]
-    return Shift(
-        kind, p, abs(angles[1] - angles[0]), angles[1] > angles[0], before.value, after.value, int(before.trials),
-        int(after.trials), **details,
-    )  # fmt: skip
+    return [replace(test, q=min(1.0, q * _FAMILIES)) for test, q in zip(tests, all_q, strict=True)]

@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from opal_deploy.errors import UsageError, suggest_names
 from opal_deploy.remote import RemoteFile, is_url, redact
@@ -127,21 +127,15 @@ def read_slot_names(path: Path, class_names: Sequence[str], class_map: ClassMap)
     ids = {name: class_id for class_id, name in reversed(list(enumerate(class_names)))}
     names: dict[tuple[int, int], str] = {}
     for label, table in document.items():
-        if label not in ids:
-            expected = 'expected a table per class, such as ["class"]'
-            raise UsageError(f"{path}: the model has no class {label!r}; {expected}{suggest_names(label, class_names)}")
-        names.update(_parse_class(path, label, ids[label], table, int(class_map.sizes[ids[label]])))
-    return names
-
-
-def _parse_class(path: Path, label: str, class_id: int, table: Any, count: int) -> dict[tuple[int, int], str]:
-    if not isinstance(table, dict):
-        raise UsageError(f'{path}: {label!r} is a value; expected a table with lines such as 0 = "beak"')
-    names, slots = {}, set(map(str, range(count)))
-    for key, name in table.items():
-        if key not in slots:
-            raise UsageError(f"{path}: {label!r} has no slot {key[:40]!r}; expected 0 to {count - 1}")
-        if not isinstance(name, str) or not name.strip() or len(name) > _MAX_SLOT_NAME:
-            raise UsageError(f"{path}: slot {key} of {label!r}: expected a name of 1 to {_MAX_SLOT_NAME} characters")
-        names[class_id, int(key)] = name.strip()
+        if label not in ids or not isinstance(table, dict):
+            similar = suggest_names(label, class_names)
+            raise UsageError(f'{path}: {label!r} is not a table of a class; expected lines under ["class"]{similar}')
+        count = int(class_map.sizes[ids[label]])
+        for key, name in table.items():
+            if key not in set(map(str, range(count))):
+                raise UsageError(f"{path}: {label!r} has no slot {key[:40]!r}; expected 0 to {count - 1}")
+            if not isinstance(name, str) or not 0 < len(name.strip()) <= _MAX_SLOT_NAME:
+                expected = f"expected a name of 1 to {_MAX_SLOT_NAME} characters"
+                raise UsageError(f"{path}: slot {key} of {label!r}: {expected}")
+            names[ids[label], int(key)] = name.strip()
     return names

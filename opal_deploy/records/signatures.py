@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -35,6 +35,7 @@ _REQUIRED = ("algorithm", "key", "value")
 _MAX_KEY_BYTES = 1 << 16
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _NEW_KEY = "make one with: openssl genpkey -algorithm ed25519 -out key.pem"
+_GET_PUBLIC = "get it with: openssl pkey -in key.pem -pubout -out public.pem"
 
 
 class Signer:
@@ -149,65 +150,53 @@ def _fingerprint(key: Ed25519PublicKey) -> str:
     return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
 
 
-def _require(option: str) -> None:
-    for module in ("cryptography", "rfc8785"):
-        require(module, "sign", option)
-
-
 def _read_private_key(path: StrPath) -> Ed25519PrivateKey:
-    _require("--sign")
+    data, passphrase = _read_pem(path, "--sign", "private", _NEW_KEY), os.environ.get(PASSPHRASE_VARIABLE)
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    option = f"--sign {path}"
-    data, passphrase = _read_pem(path, option), os.environ.get(PASSPHRASE_VARIABLE)
-    if b"PRIVATE KEY-----" not in data:
-        what = "a public key" if b"PUBLIC KEY-----" in data else "no key"
-        raise UsageError(f"{option}: {what} found; expected an Ed25519 private key; {_NEW_KEY}")
-    encrypted = b"ENCRYPTED" in data
-    if encrypted and not passphrase:
-        raise UsageError(f"{option}: the key has a passphrase; set {PASSPHRASE_VARIABLE}")
+    is_encrypted = b"ENCRYPTED" in data
+    if is_encrypted and not passphrase:
+        raise UsageError(f"--sign {path}: the key has a passphrase; set {PASSPHRASE_VARIABLE}")
+    secret = (passphrase or "").encode("utf-8", "surrogateescape") if is_encrypted else None
     try:
-        key = load_pem_private_key(data, (passphrase or "").encode("utf-8", "surrogateescape") if encrypted else None)
+        key = load_pem_private_key(data, secret)
     except (ValueError, TypeError, UnsupportedAlgorithm):
-        if encrypted:
-            raise UsageError(f"{option}: damaged, or the passphrase in {PASSPHRASE_VARIABLE} is wrong") from None
-        raise UsageError(f"{option}: damaged, or not in PKCS#8; {_NEW_KEY}") from None
+        problem = f"the passphrase in {PASSPHRASE_VARIABLE} is wrong" if is_encrypted else f"not in PKCS#8; {_NEW_KEY}"
+        raise UsageError(f"--sign {path}: damaged, or {problem}") from None
     if not isinstance(key, Ed25519PrivateKey):
-        raise UsageError(f"{option}: {type(key).__name__} found; expected an Ed25519 private key; {_NEW_KEY}")
+        raise UsageError(f"--sign {path}: {type(key).__name__} found; expected an Ed25519 private key; {_NEW_KEY}")
     return key
 
 
 def _read_public_key(path: StrPath) -> Ed25519PublicKey:
-    _require("--public-key")
+    data = _read_pem(path, "--public-key", "public", _GET_PUBLIC)
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-    option, hint = f"--public-key {path}", "get it with: openssl pkey -in key.pem -pubout -out public.pem"
-    data = _read_pem(path, option)
-    if b"PUBLIC KEY-----" not in data:
-        what = "a private key" if b"PRIVATE KEY-----" in data else "no key"
-        raise UsageError(f"{option}: {what} found; expected an Ed25519 public key; {hint}")
     try:
         key = load_pem_public_key(data)
     except (ValueError, UnsupportedAlgorithm):
-        raise UsageError(f"{option}: damaged; {hint}") from None
+        raise UsageError(f"--public-key {path}: damaged; {_GET_PUBLIC}") from None
     if not isinstance(key, Ed25519PublicKey):
-        raise UsageError(f"{option}: {type(key).__name__} found; expected an Ed25519 public key; {hint}")
+        raise UsageError(f"--public-key {path}: {type(key).__name__} found; expected an Ed25519 key; {_GET_PUBLIC}")
     return key
 
 
-def _read_pem(path: StrPath, option: str) -> bytes:
+def _read_pem(path: StrPath, option: str, kind: Literal["private", "public"], hint: str) -> bytes:
+    """Return the text of a file that holds one key of a kind and nothing else."""
+    for module in ("cryptography", "rfc8785"):
+        require(module, "sign", option)
     try:
         data = read_secret(path, _MAX_KEY_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"{option}: cannot be read ({error.strerror or error}); expected a PEM file") from None
-    if b"-----BEGIN " not in data:
-        raise UsageError(f"{option}: not a PEM file; expected a key that begins with -----BEGIN")
-    if data.count(b"-----BEGIN ") > 1:
-        raise UsageError(f"{option}: several keys or certificates found; expected a file with one key")
+        raise UsageError(f"{option} {path}: cannot be read ({error.strerror or error}); expected a PEM file") from None
+    keys = re.findall(rb"-----BEGIN (?:[A-Z]+ )*?(PRIVATE|PUBLIC) KEY-----", data)
+    if keys != [kind.upper().encode()]:
+        names = ", ".join(f"a {key.decode().lower()} key" for key in keys) or "no key"
+        raise UsageError(f"{option} {path}: {names} found; expected one Ed25519 {kind} key; {hint}")
     if len(data) > _MAX_KEY_BYTES or not re.search(rb"-----END [A-Z ]+-----\s*\Z", data):
-        raise UsageError(f"{option}: something follows the key, or its end is missing; expected a file with one key")
+        raise UsageError(f"{option} {path}: something follows the key, or its end is missing; expected one key")
     return data

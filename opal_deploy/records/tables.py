@@ -1,4 +1,4 @@
-"""Records as tables: `results.parquet`, `results.csv` and pandas.
+"""Records for other tools: the tables `results.parquet` and `results.csv`, pandas, and COCO annotations.
 
 A table has one row per image, in input order, with the columns of `COLUMNS`; missing fields are null in Parquet and
 empty in CSV. The lists of `LISTS` follow, as lists of structs in Parquet and as JSON in CSV. Both follow from the
@@ -7,7 +7,6 @@ fields that `record` declares.
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,11 +18,11 @@ from msgspec import UNSET, inspect
 from msgspec.structs import asdict
 
 from opal_deploy.artifact.files import atomic_write
-from opal_deploy.errors import StoppedEarly, UsageError, first_line, require
+from opal_deploy.errors import StoppedEarly, UsageError, require
 from opal_deploy.records.lines import csv_writer
-from opal_deploy.records.record import RECORD_SCHEMA, Answer, Answered, Failed, Record, Slot, to_record
+from opal_deploy.records.names import readable_name
+from opal_deploy.records.record import Answer, Answered, Failed, Record, Slot, to_record
 
-Rows = Literal["images", "evidence"]
 Format = Literal["parquet", "csv"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 TABLES: dict[Format, str] = {"parquet": "results.parquet", "csv": "results.csv"}
@@ -185,13 +184,10 @@ def _escape_surrogates(value: Any) -> Any:
     return value
 
 
-def to_pandas(records: Iterable[Record | Mapping[str, Any]], rows: Rows = "images") -> Any:
-    """Return records as a `pandas.DataFrame`; its column `prediction` is the predicted class, `label` the true one.
+def to_pandas(records: Iterable[Record | Mapping[str, Any]]) -> Any:
+    """Return records, including `Model.predict`'s, as a `pandas.DataFrame` with the columns of `infer --format csv`.
 
-    Args:
-        records: records, including `Model.predict`'s, or the lines of a results.jsonl.
-        rows: `images`: one row per image, with the columns of `infer --format csv`. `evidence`: one row per slot of
-            each answered image.
+    The column `prediction` is the predicted class, `label` the true one; `explode("evidence")` gives a row per slot.
 
     Raises:
         MissingExtra: pandas is not installed.
@@ -200,61 +196,62 @@ def to_pandas(records: Iterable[Record | Mapping[str, Any]], rows: Rows = "image
     import pandas
 
     table = [record_to_row(to_record(record)) for record in records]
-    if rows == "images":
-        return pandas.DataFrame(table, columns=[*COLUMNS, *LISTS])
-    shared = ("image", "image_index", "class_id", "prediction")
-    slots = [{name: row[name] for name in shared} | slot for row in table for slot in row["evidence"] or []]
-    return pandas.DataFrame(slots, columns=[*shared, *LISTS["evidence"]])
+    return pandas.DataFrame(table, columns=[*COLUMNS, *LISTS])
 
 
-def read_table(path: Path) -> Iterator[Record]:
-    """Yield the records of a table that `write_table` wrote; fields that tables lack are missing.
+def to_coco(records: Iterable[Record | Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a COCO document (`images`, `annotations`, `categories`) with one annotation per slot.
 
-    Raises:
-        UsageError: the file cannot be read, or is not such a table.
-        MissingExtra: pyarrow, for Parquet, is not installed.
+    `bbox` is [x, y, width, height] in pixels of the whole oriented image, `score` the slot's score; `attributes` hold
+    slot, channel, cell, contribution and the predicted label. IDs start at 1, as in COCO's own files. Images with an
+    error have no size and are left out; `info` has their number.
+
+    Categories are the predicted classes that occur, with class_id + 1 as ID.
+
+    Args:
+        records: records, those of `Model.predict` included, or the lines of a results.jsonl.
     """
-    try:
-        for number, row in enumerate(_read_parquet(path) if path.suffix == ".parquet" else _read_csv(path), 1):
-            try:
-                yield to_record(_row_to_document(row))
-            except ValueError:
-                raise ValueError(f"row {number} is no record") from None
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror or first_line(error)})") from None
-    except (ValueError, KeyError, TypeError, csv.Error) as error:
-        raise UsageError(f"{path}: not a table of `infer --format` ({first_line(error)}); give results.jsonl") from None
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
+    categories: dict[int, dict[str, Any]] = {}
+    failed = 0
+    for record in map(to_record, records):
+        if isinstance(record, Failed):
+            failed += 1
+            continue
+        image_id = len(images) + 1
+        image = {"id": image_id, "file_name": readable_name(record.image)}
+        image |= {"width": record.width, "height": record.height}
+        # distinguishes images of the same name
+        images.append(image if record.image_index is None else {**image, "image_index": record.image_index})
+        answer = record.prediction
+        for slot in record.evidence:
+            category_id = answer.class_id + 1
+            categories[category_id] = {"id": category_id, "name": answer.label, "supercategory": ""}
+            annotations.append(_build_annotation(len(annotations) + 1, image_id, category_id, record, slot))
+    return {
+        "info": {"description": "Evidence for the predicted classes, by opal-deploy", "failed_images": failed},
+        "images": images,
+        "annotations": annotations,
+        "categories": [categories[number] for number in sorted(categories)],
+    }
 
 
-def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
-    require("pyarrow", "tables", f"reading {path}")
-    from pyarrow import parquet
-
-    with parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(_GROUP_ROWS):
-            yield from batch.to_pylist()
-
-
-def _read_csv(path: Path) -> Iterator[dict[str, Any]]:
-    numbers: dict[str, Callable[[str], Any]] = {"int": int, "float": float}
-    types = {name: numbers.get(kind.rstrip("0123456789"), str) for name, kind in COLUMNS.items()}
-    types |= dict.fromkeys(LISTS, json.loads)
-    with path.open(encoding="utf-8", newline="") as stream:
-        for row in csv.DictReader(stream):
-            yield {name: types.get(name, str)(text) if text else None for name, text in row.items()}
-
-
-def _row_to_document(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record of a row as a document of JSON: the reverse of `record_to_row`."""
-    document: dict[str, Any] = {name: row[name] for name in _FIELDS if row.get(name) is not None}
-    document |= {"schema": RECORD_SCHEMA, "image": row["image"]}
-    if row["status"] == "error":
-        return document | {"error": {"code": row["error_code"], "message": row["error_message"] or ""}}
-    prediction = {name: row.get(name) for name in LISTS["top"]} | {"label": row["prediction"]}
-    document |= {"prediction": prediction, "margin": row["margin"], "top": row["top"]}
-    if row["evidence"] is not None:
-        document["evidence"] = [
-            slot | {name: [slot[column] for column in columns] for name, columns in _ENTRIES.items()}
-            for slot in row["evidence"]
-        ]
-    return document
+def _build_annotation(number: int, image_id: int, category_id: int, record: Answered, slot: Slot) -> dict[str, Any]:
+    x0, y0, x1, y1 = slot.box
+    return {
+        "id": number,
+        "image_id": image_id,
+        "category_id": category_id,
+        "bbox": [x0, y0, x1 - x0, y1 - y0],
+        "area": (x1 - x0) * (y1 - y0),
+        "iscrowd": 0,
+        "score": slot.score,
+        "attributes": {
+            "label": record.prediction.label,
+            "slot": slot.slot,
+            "channel": slot.channel,
+            "cell": list(slot.cell),
+            "contribution": slot.contribution,
+        },
+    }

@@ -84,7 +84,6 @@ def _remove(*places):
     ("change", "fault"),
     [
         (_remove(7), "12 images were answered, 11 records are here; missing: 7 (image_index)"),
-        (_remove(11), "12 images were answered, 11 records are here; missing: 11 (image_index)"),
         (_remove(*range(1, 12)), "12 images were answered, 1 records are here; missing: 1-11 (image_index)"),
         (lambda lines: lines.insert(3, lines[3]), "12 images were answered, 13 records are here; repeated: 3"),
         (lambda lines: lines.__setitem__(7, lines[3]), "12 records are here; missing: 7; repeated: 3 (image_index)"),
@@ -103,9 +102,8 @@ def test_what_happened_to_the_records_is_told(run, check, change, fault):
     ("change", "fault"),
     [
         (lambda run: run["records"].update(count=11), "run.json: changed after it was signed"),
-        (lambda run: run.pop("signature"), "run.json: it is not signed; the run has not ended, or its signature was"),
+        (lambda run: run.pop("signature"), "run.json: it is not signed"),
         (lambda run: run.update(signature=1), "run.json: its signature is damaged"),
-        (dict.clear, "run.json: it is not signed"),
     ],
 )
 def test_without_its_signed_run_a_signed_record_is_not_enough(run, check, change, fault):
@@ -124,15 +122,4 @@ def test_the_run_json_of_another_run_is_refused(run, check, tmp_path):
     other = (out / "run.json").read_bytes()
     run()
     (out / "run.json").write_bytes(other)
-    assert "some records are of another run than run.json" in ", ".join(check(out).run_faults)
-
-
-def test_a_run_of_an_earlier_version_opens_and_its_gaps_are_found(signer, check, tmp_path):
-    (tmp_path / "run.json").write_text(json.dumps({"schema": 1, "run": {"shard": None}}))
-    records = [signer[0].sign(error_record(f"{n}.png", "not_an_image", "", index=n)) for n in range(COUNT)]
-    (tmp_path / "results.jsonl").write_bytes(b"".join(map(to_json_line, records)))
-    report = check(tmp_path)
-    assert report.run_faults == []
-    assert report.run_notes[0].startswith("run.json is not signed: ")
-    edit(tmp_path, _remove(5))
-    assert check(tmp_path).run_faults == ["11 records are here; missing: 5 (image_index)"]
+    assert "run.json: some records are of another run" in ", ".join(check(out).run_faults)

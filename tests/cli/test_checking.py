@@ -87,10 +87,8 @@ def test_images_of_one_name_are_told_apart(opal, archived, exact_model, tmp_path
     out = tmp_path / "results.jsonl"
     out.write_text("".join(json.dumps(record) + "\n" for record in results))
     images, options = (f"x.{suffix}", "empty"), ("--model", exact_model, "--all")
-    # in any order and, with an index, wherever they lie
-    calls = [(archived, images), (archived, images[::-1]), (archived / "in", [f"../{name}" for name in images])]
-    for cwd, given in calls:
-        done = check(opal("verify", out, *given, *options, cwd=cwd))
+    for given in (images, images[::-1]):
+        check(opal("verify", out, *given, *options, cwd=archived))
     # a member that is another one now
     results[0]["image_sha256"] = "0" * 64
     out.write_text(json.dumps(results[0]) + "\n")
@@ -99,10 +97,9 @@ def test_images_of_one_name_are_told_apart(opal, archived, exact_model, tmp_path
     assert opal("diff", suffix, suffix, "--fail-on", "any", cwd=archived).returncode == 0
 
 
-@pytest.mark.parametrize(("given", "missing"), [([], "x.tar"), (["x.tar"], "empty"), (["empty", "in"], "x.tar")])
-def test_an_archive_that_was_not_given_is_a_wrong_call(opal, archived, exact_model, given, missing):
-    done = opal("verify", "tar", *given, "--model", exact_model, cwd=archived)
-    assert f"needs {missing}, which was not given; pass the images as for `infer`" in one_line(done)
+def test_images_that_were_not_given_are_not_checked(opal, archived, exact_model):
+    done = check(opal("verify", "tar", "in", "--model", exact_model, cwd=archived), 3)
+    assert "records were not checked" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -129,7 +126,11 @@ def test_a_model_has_not_changed_against_its_own_results(opal, run, exact_model)
 
 @pytest.mark.parametrize(
     "arguments",
-    ["drift explanations --html", "diff explanations explanations --out", "convert explanations --to coco --out"],
+    [
+        "drift explanations --baseline x.onnx --html",
+        "diff explanations explanations --out",
+        "convert explanations --to coco --out",
+    ],
 )
 def test_the_results_that_are_read_are_not_written_over(opal, run, arguments):
     results = run / "explanations/results.jsonl"

@@ -84,7 +84,6 @@ def test_a_missing_package_names_the_extra_to_install(exact_model, make_pictures
         (["predict", "a.jpg"], "no such command 'predict'. Did you mean 'infer'? See opal-deploy --help"),
         (["infer", "x", "--confidence", "0.5"], "(Possible options: --min-margin); see opal-deploy infer --help"),
         (["export"], "missing argument 'source'; see opal-deploy export --help"),
-        (["convert", "x", "--to", "label-studio"], "Label Studio imports COCO; use --to coco"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_refused_in_one_line(opal, arguments, message):

@@ -49,7 +49,7 @@ def test_a_video_that_is_listed_without_its_frames_is_verified_without_pyav(tmp_
     assert read_results(tmp_path / "out")[0]["error"]["code"] == "not_an_image"
     monkeypatch.setitem(sys.modules, "av", None)
     checked = call("verify", "out", "--all")
-    assert "2 of 2 records match the model, 2 of them bit for bit" in checked.stderr, checked.stderr
+    assert "2 of 2 records match the model" in checked.stderr, checked.stderr
 
 
 def test_a_run_that_ended_early_goes_on_with_the_same_frames(tmp_path, call):

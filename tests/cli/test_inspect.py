@@ -48,7 +48,7 @@ def test_a_damaged_model_is_shown_as_damaged(opal, exact_model, tmp_path):
         ("m.onnx", lambda path: path.write_bytes(bytes(range(256)) * 20), "not an ONNX file"),
         ("m.pt", lambda path: path.write_text("x"), "not a readable PyTorch checkpoint"),
         ("m.pt", lambda path: torch.save({"config": {"lr": 1}, "state_dict": {"a": torch.zeros(2)}}, path),
-         "no tensors in it, only config, state_dict; expected a checkpoint or a state dict"),
+         "no tensors in it; expected a checkpoint or a state dict"),
         ("m.pt", lambda path: torch.save({"format": "opal-deploy checkpoint", "state_dict": {}, "config": {}}, path),
          "an opal-deploy checkpoint with parts missing; train or copy it again"),
     ],

@@ -5,7 +5,6 @@ import itertools
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
-from opal_deploy.api.atlas import create_atlas
 from opal_deploy.editing.api import edit_model
 from tests.browser import CHROMIUM
 
@@ -21,8 +20,7 @@ def browser():
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("width", [1280, 390])
-def test_ticking_slots_shows_the_accuracy_that_edit_reports(files, names, tmp_path, browser, width):
+def test_ticking_slots_shows_the_accuracy_that_edit_reports(files, names, tmp_path, browser):
     page_file = tmp_path / "slots.html"
     keywords = {"data": files / "data", "split": "val", "device": "cpu", "threads": 1, "log": print}
     # class 1 has lost a slot, and another is ticked at first
@@ -39,7 +37,7 @@ def test_ticking_slots_shows_the_accuracy_that_edit_reports(files, names, tmp_pa
     edited = edit_model(tmp_path / "parent.pt", drop=drop, **keywords)
 
     problems = []
-    with browser.new_context(viewport={"width": width, "height": 900}) as context:
+    with browser.new_context(viewport={"width": 390, "height": 900}) as context:
         page = context.new_page()
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("console", lambda message: problems.append(message.text))
@@ -65,17 +63,3 @@ def test_ticking_slots_shows_the_accuracy_that_edit_reports(files, names, tmp_pa
         expect(page.get_by_label(f"{names[1]}/2")).to_be_disabled()
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert problems == []
-
-
-def test_patches_of_training_images_are_shown_from_the_models_own_atlas(files, names, tmp_path, opal):
-    page = tmp_path / "slots.html"
-    create_atlas(files / "data", files / "model.pt", out=tmp_path / "atlas", device="cpu", threads=1, log=print)
-    arguments = ("--suggest", "--page", page, "--data", files / "data", "--atlas", tmp_path / "atlas")
-    done = opal("edit", files / "model.pt", *arguments)
-    assert done.returncode == 0, done.stderr
-    shown = page.read_text(encoding="utf-8")
-    assert shown.count("patch of train/") > 0
-    edit_model(files / "model.pt", drop=[f"{names[0]}/0"], out=tmp_path / "edited.pt", log=print)
-    done = opal("edit", tmp_path / "edited.pt", *arguments, "--overwrite")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "this atlas belongs to model.pt" in done.stderr

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from opal_deploy.artifact.drops import name_slot, parse_slots
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.editing.scores import Effect, Scores
+from opal_deploy.errors import UsageError
 from opal_deploy.model.config import DISTANCES, HeadConfig
 from opal_deploy.model.head import OpalHead
 
@@ -65,7 +67,18 @@ def test_an_effect_lists_right_answers_that_become_wrong_first():
     effect = Effect(before, after, labels=np.array([0, 0, 0, 2, 2, 0]))
     assert effect.changed.tolist() == [1, 3, 2, 5]
     assert (effect.gained, effect.lost, effect.accuracy) == (2, 1, (3 / 6, 4 / 6))
-    assert list(effect.by_class()) == [(0, 4, 2, 3)]
     # two-sided binomial test of 1 in 3
     assert effect.p_value == 1.0
     assert Effect(np.zeros(9, int), np.ones(9, int), np.ones(9, int)).p_value == pytest.approx(2 / 2**9)
+
+
+def test_slots_of_classes_that_share_a_name_are_named_by_their_channel():
+    head = {"distance": "l2", "epsilon": 1e-8, "dropped": []}
+    metadata = Metadata(("a", "b", "a"), 2, head, "exact", "resnet18", (8, 8), (64, 64))
+    names = [name_slot(channel, metadata) for channel in range(6)]
+    assert names == ["0", "1", "b/0", "b/1", "4", "5"]
+    assert parse_slots(names, metadata, "--drop") == [*range(6)]
+    with pytest.raises(UsageError, match="channel"):
+        parse_slots(["a/1"], metadata, "--drop")
+    with pytest.raises(UsageError, match="CLASS/SLOT"):
+        parse_slots(["6"], metadata, "--drop")

@@ -3,13 +3,11 @@
 from pathlib import Path
 
 import numpy as np
-from PIL import ExifTags, Image
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import Sample
-from opal_deploy.editing.data import ScoredData
-from opal_deploy.editing.scores import Scores
-from opal_deploy.editing.suggestions import choose_drops, read_source, suggest_slots
+from opal_deploy.editing.scores import ScoredData, Scores
+from opal_deploy.editing.suggestions import choose_drops, suggest_slots
 from opal_deploy.evaluation.annotations import Annotations, ImageAnnotation, Part
 from opal_deploy.preprocess.geometry import Geometry
 
@@ -30,24 +28,19 @@ def test_each_kind_of_shortcut_is_named_and_slots_on_the_object_are_left_alone()
     cells[:, 2] = BORDER
     # b/0 reads a corner, but finds nothing
     cells[:, 4], scores[:, 4], scores[:, 7] = CORNER, 0.2, 0.8
-    # a/3 sees what a/0 sees, b/1 fires on empty images, and b/2 makes half of class a wrong
-    scores[:, 3] = 0.4
+    # b/2 makes half of class a wrong
     cells[:, 5:] = [MIDDLE + 1, MIDDLE + 8, MIDDLE + 9]
     scores[: IMAGES // 2, 4:] = 0.2
     scores[: IMAGES // 2, 6] = 1.9
-    background = np.full((10, 8), 0.1, np.float32)
-    background[:, 1], background[:, 5] = 0.01, 0.6
     annotation = ImageAnnotation("a", ((16.0, 16.0, 48.0, 48.0),))
     data = ScoredData(
         Scores(METADATA, scores, labels), cells, [Sample(Path("x"), label) for label in labels.tolist()],
-        [Geometry.whole(64, 64)] * IMAGES, Annotations([annotation] * IMAGES, "cells"), background, Path(),
+        [Geometry.whole(64, 64)] * IMAGES, Annotations([annotation] * IMAGES, "cells"), Path(),
     )  # fmt: skip
     found = {each.name: {reason.kind for reason in each.reasons} for each in suggest_slots(data)}
     assert found == {
-        "a/1": {"corner"}, "a/2": {"border", "object"}, "a/3": {"redundant"},
-        "b/1": {"background"}, "b/2": {"wrong"},
+        "a/1": {"corner"}, "a/2": {"border", "object"}, "b/2": {"wrong"},
     }  # fmt: skip
-    assert [each.suspected for each in suggest_slots(data)] == [True] * 4 + [False]
 
 
 def test_those_slots_are_suggested_without_which_most_answers_are_right():
@@ -66,7 +59,7 @@ def test_those_slots_are_suggested_without_which_most_answers_are_right():
 def _choose(labels, scores, cells):
     data = ScoredData(
         Scores(METADATA, scores, labels), cells, [Sample(Path("x"), label) for label in labels.tolist()],
-        [Geometry.whole(64, 64)] * IMAGES, Annotations([ImageAnnotation("a")] * IMAGES, "cells"), None, Path(),
+        [Geometry.whole(64, 64)] * IMAGES, Annotations([ImageAnnotation("a")] * IMAGES, "cells"), Path(),
     )  # fmt: skip
     return choose_drops(data, suggest_slots(data))
 
@@ -78,36 +71,8 @@ def test_slots_off_the_parts_of_cropped_images_are_suspected():
     data = ScoredData(
         Scores(METADATA, np.full((IMAGES, 8), 0.5, np.float32), np.zeros(IMAGES, np.int64)), cells,
         [Sample(Path("x"), 0)] * IMAGES, [Geometry.whole(64, 64)] * IMAGES,
-        Annotations([ImageAnnotation("a", parts=(part,))] * IMAGES, "cells"), None, Path(),
+        Annotations([ImageAnnotation("a", parts=(part,))] * IMAGES, "cells"), Path(),
     )  # fmt: skip
     found = {each.name: {reason.kind for reason in each.reasons} for each in suggest_slots(data)}
     assert found["a/2"] == {"parts"}
     assert "parts" not in found.get("a/0", set())
-
-
-def test_a_slot_that_fires_on_the_images_of_one_camera_is_suspected(tmp_path):
-    """Class a has 20 images of two cameras in one order, and of two sizes and folders in others."""
-    samples = []
-    for number in range(40):
-        image = Image.new("RGB", (40 if number % 2 else 48, 48))
-        exif = Image.Exif()
-        exif[ExifTags.Base.Model] = "D70\x1b[31m" if number % 20 < 10 else "EOS"
-        folder = tmp_path / "ab"[number // 20] / "xy"[number % 3 == 0]
-        folder.mkdir(parents=True, exist_ok=True)
-        image.save(folder / f"IMG_{number}.jpg", exif=exif)
-        samples.append(Sample(folder / f"IMG_{number}.jpg", number // 20))
-    (tmp_path / "not.jpg").write_bytes(b"\xff\xd8\xff\xe1\x00\x10Exif")
-    assert [*read_source(Sample(tmp_path / "not.jpg", 0))] == ["folder", "file name"]
-    scores = np.random.default_rng(0).uniform(0.2, 0.4, (40, 8)).astype(np.float32)
-    scores[:10, 1] += 0.5
-    # what fires on whole classes tells no source from another
-    scores[:20, 2] += 0.5
-    data = ScoredData(
-        Scores(METADATA, scores, np.repeat([0, 1], 20)), np.full((40, 8), MIDDLE, np.int32), samples,
-        [Geometry.whole(48, 48)] * 40, Annotations([ImageAnnotation("a")] * 40, "cells"), None, tmp_path,
-    )  # fmt: skip
-    found = {
-        each.name: [reason.text for reason in each.reasons if reason.kind == "source"] for each in suggest_slots(data)
-    }
-    assert [name for name, texts in found.items() if texts] == ["a/1"]
-    assert "on the 10 images with camera D70\x1b[31m and 0.3" in found["a/1"][0]

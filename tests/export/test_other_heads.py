@@ -165,8 +165,9 @@ def test_int8_atlas_and_drift_take_the_file(exported, opal, tmp_path):
     check(opal("atlas", pictures, "--model", model, "--out", tmp_path / "atlas", *CPU))
     for split in "ab":
         check(opal("infer", pictures / split, "--model", model, "--out", tmp_path / split, *CPU))
-    assert "32 images compared with 32" in check(opal("drift", tmp_path / "a", "--against", tmp_path / "b")).stderr
-    assert "list only the strongest prototypes" in one_line(opal("drift", tmp_path / "a", "--baseline", model))
+    drift = ("drift", tmp_path / "a", "--baseline", model)
+    assert "32 images compared with 32" in check(opal(*drift, "--against", tmp_path / "b")).stderr
+    assert "list only the strongest prototypes" in one_line(opal(*drift))
     if theirs.kind == "proto":
         # of PIP-Net's, random features have nearly equal scores, whose cells int8 moves: it would be refused
         call = ("export", model, "--precision", "int8", "--calibrate", pictures, "--threads", "1")

@@ -55,9 +55,8 @@ def test_every_answer_is_signed(folder, records):
 
 @pytest.mark.parametrize(("name", "image"), [("record", "in/000.png"), ("form", "in/000.png"), ("error", "broken")])
 def test_an_answer_in_a_file_is_checked_against_its_image(opal, exact_model, folder, records, name, image):
-    path = folder / f"{name}.json"
-    # any layout
-    path.write_text(json.dumps(records[name], indent=2))
+    path = folder / f"{name}.jsonl"
+    path.write_text(json.dumps(records[name]) + "\n")
 
     def verify(*images):
         fixed = ("--model", exact_model, "--public-key", folder / "public.pem", "--device", "cpu")
@@ -68,7 +67,7 @@ def test_an_answer_in_a_file_is_checked_against_its_image(opal, exact_model, fol
     assert "The signatures of 1 of 1 records are valid" in done.stderr
     if name == "record":
         assert "list the image" in check(verify(), 3).stderr.splitlines()[-1]
-        path.write_text(json.dumps({**records[name], "margin": 0.5}))
+        path.write_text(json.dumps({**records[name], "margin": 0.5}) + "\n")
         assert "changed after it was signed" in check(verify(folder / image), 4).stderr.splitlines()[-1]
 
 

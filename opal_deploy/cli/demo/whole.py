@@ -42,9 +42,9 @@ def show_whole_job(demo: Demo, training: Training) -> None:
         "infer", data / "test", "--model", run / "best.onnx", "--explain", "--labels", "folders", "--device", "cpu",
         "--out", explanations,
     )  # fmt: skip
-    # every record and its label, once more from the files
+    # every record, once more from the files
     demo.run(
-        "verify", explanations / "results.jsonl", "--model", run / "best.onnx", "--labels", "folders", "--all",
+        "verify", explanations / "results.jsonl", "--model", run / "best.onnx", "--all",
         "--device", "cpu",
     )  # fmt: skip
     _report(demo, evaluation / "evaluation.json")
