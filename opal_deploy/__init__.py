@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from opal_deploy.records.converters import to_coco
     from opal_deploy.records.record import Answer, Answered, Failed, Record, Slot, json_schema
     from opal_deploy.records.tables import to_pandas
-    from opal_deploy.server.mounted import ModelApp
+    from opal_deploy.server.app import ModelApp
     from opal_deploy.train.api import train_model
     from opal_deploy.train.run_directory import TrainResult
 
@@ -123,7 +123,7 @@ _LAZY = {
     "records.converters": ("to_coco",),
     "records.tables": ("to_pandas",),
     "records.record": ("Answer", "Answered", "Failed", "Record", "Slot", "json_schema"),
-    "server.mounted": ("ModelApp",),
+    "server.app": ("ModelApp",),
     "train.api": ("train_model",),
     "train.run_directory": ("TrainResult",),
 }
