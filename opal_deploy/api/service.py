@@ -249,9 +249,16 @@ class Service:
     def _answer(self, images: list[_Image], batch: PreparedBatch, since: float, done: Future[Predicted]) -> None:
         """Set the futures of a batch's images."""
         self._observe("compute", [time.monotonic() - since])
+        answers: list[Any]
         try:
             _, predictor, outputs = done.result()
-            answers = _build_answers(images, batch, predictor, outputs)
+            answers = [None if outputs is None else outputs.rows(row, row + 1) for row in range(len(images))]
+            converters = {row: image.convert for row, image in enumerate(images) if image.convert is not None}
+            if rows := list(converters):
+                taken = None if outputs is None else outputs.take(rows)
+                results = predictor.build_results([batch.images[row] for row in rows], batch.pixels[rows], taken)
+                for row, result in zip(rows, results, strict=True):
+                    answers[row] = converters[row](result)
         except Exception as error:  # each future has a reader, and the next batch may succeed
             answers = [error] * len(images)
         batch.release()
@@ -261,17 +268,3 @@ class Service:
                 image.future.set_exception(answer)
             else:
                 image.future.set_result(answer)
-
-
-def _build_answers(
-    images: Sequence[_Image], batch: PreparedBatch, predictor: BatchPredictor, outputs: Outputs | None
-) -> list[Any]:
-    """Return the result that each image's future gets."""
-    answers: list[Any] = [None if outputs is None else outputs.rows(row, row + 1) for row in range(len(images))]
-    if rows := [row for row, image in enumerate(images) if image.convert is not None]:
-        taken = None if outputs is None else outputs.take(rows)
-        results = predictor.build_results([batch.images[row] for row in rows], batch.pixels[rows], taken)
-        for row, result in zip(rows, results, strict=True):
-            if (convert := images[row].convert) is not None:
-                answers[row] = convert(result)
-    return answers

@@ -122,7 +122,7 @@ class _Handlers:
         )
         described = {"name": request.path_params["name"], "versions": [VERSION], "inputs": inputs, "outputs": outputs}
         parameters = model.facts() | {"class_names": model.metadata.class_names}
-        return JSONResponse(described | {"platform": model.platform(explains=explains), "parameters": parameters})
+        return JSONResponse(described | {"platform": "opal-deploy", "parameters": parameters})
 
     async def metrics(self, request: Request) -> Response:
         text = await asyncio.to_thread(generate_latest, self._state.metrics.registry)
@@ -220,7 +220,9 @@ async def _classify(state: ServerState, model: ServedModel, requests: Sequence[I
     results = await _run_jobs(state, lambda: model.service.submit_requests(requests, wait=False))
     records = [result.record if model.signer is None else model.signer.sign(result.record) for result in results]
     for record in records:
-        state.note_record(model.name, record)
+        state.metrics.count_record(model.name, record)
+        if state.records is not None:
+            state.records.write(record)
     return records
 
 
@@ -283,9 +285,11 @@ class ModelApp:
                 and the like have no effect.
 
         Raises:
-            TypeError: no such option.
+            TypeError: no such option, or a path instead of a loaded model.
             UsageError: the model does not support an option. StoppedEarly: the device was lost.
         """
+        if not hasattr(model, "sessions"):
+            raise TypeError(f"ModelApp takes a loaded model, found {type(model).__name__}; use opal_deploy.load(path)")
         self._state = ServerState(ServeOptions(**options, allowed_host=("*",), log_format="off"))
         self._state.load(name, model.path or Path(name), model.sessions, model.sha256)
         self._app = create_app(self._state)

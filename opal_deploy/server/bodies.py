@@ -96,12 +96,14 @@ class BodyReader:
 
     async def _read(self, request: Request, held: list[int]) -> bytes:
         body, size = bytearray(), 0
+        announced = request.headers.get("content-length", "0")
+        is_kept = not announced.isdigit() or int(announced) <= self._limit
         try:
             async with asyncio.timeout(self._seconds):
                 async for chunk in request.stream():
                     size += len(chunk)
                     # a client that is still sending reads the answer only if the rest of its body is taken
-                    if size <= self._limit:
+                    if is_kept and size <= self._limit:
                         self._hold(held, len(chunk))
                         body += chunk
         except TimeoutError:

@@ -13,7 +13,6 @@ from starlette.exceptions import HTTPException
 
 from opal_deploy._version import __version__
 from opal_deploy.api.service import Service
-from opal_deploy.artifact.files import ENGINE_SUFFIX, ONNX_SUFFIX
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import tensor_specs
 from opal_deploy.predict.explain_tensors import BOX, EXPLAIN_SUFFIX, IMAGE, NAME, RECORD
@@ -21,7 +20,6 @@ from opal_deploy.predict.setup import check_model
 from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.preprocess.decode import parse_decoding
 from opal_deploy.records.decision import Decision
-from opal_deploy.records.record import Record
 from opal_deploy.records.signatures import Signer
 from opal_deploy.runtime.devices import default_batch, default_workers
 from opal_deploy.runtime.session import Session
@@ -37,7 +35,6 @@ _EXPLAIN_INPUTS = [
 _EXPLAIN_SPECS = (_EXPLAIN_INPUTS, [TensorSpec(RECORD, "BYTES", (-1, 1))])
 # images in flight per model, by default
 _QUEUED_BATCHES = 8
-_PLATFORMS = {ONNX_SUFFIX: "onnxruntime_onnx", ENGINE_SUFFIX: "tensorrt_plan"}
 
 
 @dataclass(frozen=True)
@@ -68,10 +65,6 @@ class ServedModel:
             "backbone": metadata.backbone, "unverified": metadata.unverified,
             "signing_key": "" if self.signer is None else self.signer.fingerprint,
         }  # fmt: skip
-
-    def platform(self, *, explains: bool) -> str:
-        """Return the engine in the protocol's words."""
-        return "opal_explain" if explains else _PLATFORMS.get(self.path.suffix, "pytorch_libtorch")
 
     def specs(self, *, explains: bool) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
         """Return the inputs and outputs of the model, or of its explain model."""
@@ -106,12 +99,6 @@ class ServerState:
         self.records = None if self.options.records is None else RecordFile(Path(self.options.records), self.log)
         self.token = token
         self.problem, self.failed = "", False
-
-    def note_record(self, model: str, record: Record) -> None:
-        """Count an image's record in the metrics, and write it to the file of records."""
-        self.metrics.count_record(model, record)
-        if self.records is not None:
-            self.records.write(record)
 
     def find(self, name: str) -> tuple[ServedModel, bool]:
         """Return the model of a name (HTTPException without one), and whether the name is its explain model's."""

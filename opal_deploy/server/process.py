@@ -53,8 +53,9 @@ def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
         # before the models are loaded, which may take minutes
         placeholder = stack.enter_context(bind(options.host, options.port))
         # as many connections, which are files, as the system allows
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        with contextlib.suppress(OSError, ValueError):
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         if not models:
             default = find_default_model(options.device, options.runtime, log, option="opal-deploy serve FILE")
             models = {default.stem: default}
@@ -124,7 +125,6 @@ async def serve_app(
     `announce` is called once the server listens. Requests in flight are answered before the end.
     """
     options, (host, port) = state.options, placeholder.getsockname()[:2]
-    state.log.take_over_libraries()
     placeholder.close()
     server = Server(
         app, host, port, interface=Interfaces.ASGINL, http=HTTPModes.http1, websockets=False, log_enabled=False,

@@ -7,7 +7,6 @@ and only the first `MAX_LABELS` classes have a label of their own.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -34,11 +33,10 @@ _MARGINS = (0, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7,
 _SIZES = tuple(1 << power for power in range(10))
 
 
-class ServerLog(logging.Handler):
+class ServerLog:
     """Writes whole lines to stderr, from any thread; `off` writes messages only, as text."""
 
     def __init__(self, log_format: LogFormat = "text") -> None:
-        super().__init__()
         self._format = log_format
 
     def message(self, text: str, level: str = "info") -> None:
@@ -50,18 +48,6 @@ class ServerLog(logging.Handler):
         if self._format != "off":
             text = " ".join(f"{name}={value}" for name, value in fields.items())
             self._write(f"{_now()} {one_line(text)}", {"level": "info", "event": "request", **fields})
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a library's record and its traceback, one message per line."""
-        for line in self.format(record).splitlines():
-            self.message(line, record.levelname.lower())
-
-    def take_over_libraries(self) -> None:
-        """Write the warnings of asyncio and the server as messages."""
-        for name in ("asyncio", "_granian"):
-            logger = logging.getLogger(name)
-            logger.handlers[:], logger.propagate = [self], False
-            logger.setLevel(logging.WARNING)
 
     def _write(self, text: str, fields: dict[str, Any]) -> None:
         line = json.dumps({"time": _now(), **fields}) if self._format == "json" else text
@@ -106,34 +92,19 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = prometheus.CollectorRegistry()
-        for collector in (prometheus.ProcessCollector, prometheus.PlatformCollector, prometheus.GCCollector):
-            collector(registry=registry)
-
+        prometheus.ProcessCollector(registry=registry)
         counter, gauge = partial(prometheus.Counter, registry=registry), partial(prometheus.Gauge, registry=registry)
         histogram = partial(prometheus.Histogram, registry=registry, buckets=_SECONDS)
         self.requests = counter("opal_requests", "Requests answered.", ["route", "model", "status"])
-        self.request_seconds = histogram(
-            "opal_request_seconds", "Seconds from the start of a request to the end of its response.",
-            ["route", "model"],
-        )  # fmt: skip
+        self.request_seconds = histogram("opal_request_seconds", "Seconds per request.", ["route", "model"])
         self.stage_seconds = histogram(
-            "opal_stage_seconds",
-            "Seconds per stage. Per image: prepare (from submission until ready for a batch), queue (from ready until "
-            "its batch begins), draw. Per batch: compute.",
-            ["model", "stage"],
+            "opal_stage_seconds", "Seconds per image (prepare, queue) or per batch (compute).", ["model", "stage"]
         )
         self.batch_images = histogram("opal_batch_images", "Images per batch.", ["model"], buckets=_SIZES)
         self.images_in_flight = gauge("opal_images_in_flight", "Images in flight.", ["model"])
-        self.image_errors = counter(
-            "opal_image_errors", "Images that could not be classified, by error code.", ["model", "code"]
-        )
-        self.predictions = counter(
-            "opal_predictions", "Images by predicted class and status: ok, abstained (--min-margin) or unknown.",
-            ["model", "label", "status"],
-        )  # fmt: skip
-        self.margin = histogram(
-            "opal_margin", "Cosine of the predicted class minus that of the runner-up.", ["model"], buckets=_MARGINS
-        )
+        self.image_errors = counter("opal_image_errors", "Images with an error record.", ["model", "code"])
+        self.predictions = counter("opal_predictions", "Images by predicted class.", ["model", "label", "status"])
+        self.margin = histogram("opal_margin", "Margins of predictions.", ["model"], buckets=_MARGINS)
         self.model = prometheus.Info("opal_model", "The models served.", ["model"], registry=registry)
 
     def count_record(self, model: str, record: Record) -> None:
