@@ -55,9 +55,5 @@ WORKDIR /data
 # the port of `serve`
 EXPOSE 8000
 
-# queries `serve`; any other command is healthy as long as it runs
-HEALTHCHECK --interval=30s --timeout=10s --start-period=60s --retries=3 \
-    CMD ["python", "-m", "opal_deploy.server.health"]
-
 ENTRYPOINT ["opal-deploy"]
 CMD ["--help"]

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from opal_deploy.export.files import ExportResult
     from opal_deploy.records.record import Answer, Answered, Failed, Record, Slot, json_schema
     from opal_deploy.records.tables import to_coco, to_pandas
-    from opal_deploy.server.mounted import ModelApp
+    from opal_deploy.server.app import ModelApp
     from opal_deploy.train.api import train_model
     from opal_deploy.train.run_directory import TrainResult
 
@@ -119,7 +119,7 @@ _LAZY = {
     "api.service": ("Service",),
     "records.tables": ("to_coco", "to_pandas"),
     "records.record": ("Answer", "Answered", "Failed", "Record", "Slot", "json_schema"),
-    "server.mounted": ("ModelApp",),
+    "server.app": ("ModelApp",),
     "train.api": ("train_model",),
     "train.run_directory": ("TrainResult",),
 }

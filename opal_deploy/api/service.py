@@ -29,8 +29,7 @@ from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.names import source_name
 from opal_deploy.runtime.session import Session, check_batch, pinned
 from opal_deploy.sources.image import InputImage
-from opal_deploy.timing import NO_OP_TIMER, StageTimer
-from opal_deploy.worker_pool import WorkerPool
+from opal_deploy.timing import NO_OP_TIMER
 
 T = TypeVar("T")
 # stands for an image that came as pixels and gets no record
@@ -39,13 +38,12 @@ _PIXELS = Prepared(InputImage(None, b""))
 
 @dataclass(frozen=True)
 class _Image:
-    """One image that is ready for a batch.
+    """One image that is ready for a batch since `since`, by `time.monotonic`.
 
     Attributes:
         future: gets what `convert` returns for the result, or without `convert` the image's row of the outputs.
         prepared, pixels: the image, and its pixels, uint8 [H0, W0, 3].
         release: gives the memory of the pixels back.
-        since: when the image was ready, by `time.monotonic`.
     """
 
     future: Future[Any]
@@ -71,7 +69,6 @@ class Service:
         *,
         max_wait: float = 0.005,
         capacity: int = 256,
-        timer: StageTimer = NO_OP_TIMER,
         observe: Callable[[str, Sequence[float]], None] = lambda stage, seconds: None,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -82,39 +79,28 @@ class Service:
             options: how images are decoded, batched and predicted.
             max_wait: maximum seconds that an image waits for its batch to fill.
             capacity: maximum images in flight, from `submit` to their record.
-            timer: receives the times of every stage.
-            observe: receives, from any thread, `prepare` and the seconds from an image's submission until it is ready
-                for a batch, and `queue` and the seconds that each image of a batch waited for it to begin.
+            observe: receives stages and seconds, from any thread: `prepare` per image, `queue` for the images of a
+                batch, `compute` per batch.
             log: receives a line, from any thread, when memory was short and batches become smaller.
         """
         options = InferenceOptions() if options is None else options
-        self.metadata = sessions[0].metadata
-        self.capacity = capacity
-        self._batch, self._max_wait = options.batch, max_wait
-        self._observe = observe
+        self.metadata, self.capacity = sessions[0].metadata, capacity
+        self._batch, self._max_wait, self._observe = options.batch, max_wait, observe
         self._state = threading.Condition()
         self._closed, self._in_flight = False, 0
-        # at most `capacity` images; None ends the sessions' threads. No SimpleQueue: in Python 3.11 its get with a
-        # timeout waits for ever if another thread takes the item that woke it late, and images in hand stay unanswered
+        # None ends the sessions' threads. In Python 3.11, SimpleQueue's get with a timeout may wait for ever
         self._ready: queue.Queue[_Image | None] = queue.Queue()
-        predictors = [BatchPredictor(session, options, timer, log) for session in sessions]
+        predictors = [BatchPredictor(session, options, print_message=log) for session in sessions]
         with ExitStack() as stack:
             # per session the batches in flight and the one being gathered
             count = sum(predictor.depth + 1 for predictor in predictors)
             self._slots = PixelSlots(count, options.batch, self.metadata.input_size, shared=False)
             for session in sessions:
                 stack.enter_context(pinned(session, self._slots.pixels))
-            self._decoders = stack.enter_context(
-                DecoderPool(options, self.metadata.input_size, timer, slots=capacity, rows=1)
-            )
+            self._decoders = stack.enter_context(DecoderPool(options, self.metadata.input_size, slots=capacity, rows=1))
             for predictor in predictors:
-                stack.enter_context(SessionRunner(predictor, timer, self._take_batch))
+                stack.enter_context(SessionRunner(predictor, NO_OP_TIMER, self._take_batch))
             self._resources = stack.pop_all()
-
-    @property
-    def processes(self) -> WorkerPool | None:
-        """The decode processes, which may do other work too; None without `isolate`."""
-        return self._decoders.processes
 
     @property
     def in_flight(self) -> int:
@@ -179,16 +165,11 @@ class Service:
         self._acquire(len(requests), wait=wait)
         futures: list[Future[T]] = []
         submitted = time.monotonic()
-        try:
-            for request in requests:
-                future: Future[T] = Future()
-                # an image that is cancelled while it waits for a decoder is not decoded
-                prepared = self._decoders.submit([request], future.cancelled)
-                futures.append(future)
-                prepared.add_done_callback(partial(self._add_ready, future, convert, submitted))
-        except BaseException:
-            self._give_back(len(requests) - len(futures))
-            raise
+        for request in requests:
+            futures.append(Future())
+            # an image that is cancelled while it waits for a decoder is not decoded
+            prepared = self._decoders.submit([request], futures[-1].cancelled)
+            prepared.add_done_callback(partial(self._add_ready, futures[-1], convert, submitted))
         return futures
 
     def _acquire(self, images: int, *, wait: bool) -> None:
@@ -235,10 +216,11 @@ class Service:
             image.release()
         batch = PreparedBatch(tuple(image.prepared for image in images), pixels, partial(self._slots.release, slot))
         predicted: Future[Predicted] = Future()
-        predicted.add_done_callback(partial(self._answer, images, batch))
+        predicted.add_done_callback(partial(self._answer, images, batch, now))
         return batch, predicted
 
     def _gather(self, wait: bool) -> list[_Image]:
+        """Return the images of the next batch, in the order in which they became ready; none after the end."""
         if not wait and self._ready.qsize() < self._batch:
             # the device is busy, so let the batch grow
             raise queue.Empty
@@ -246,56 +228,43 @@ class Service:
         deadline = 0.0
         while len(images) < self._batch:
             try:
-                if images:
-                    image = self._ready.get(timeout=max(0.0, deadline - time.monotonic()))
-                else:
-                    image = self._ready.get(wait)
+                image = self._ready.get(wait, max(0.0, deadline - time.monotonic()) if images else None)
             except queue.Empty:
                 if not images:
                     raise
                 break
             if image is None:
-                # for the other threads
+                # ends the other sessions' threads
                 self._ready.put(None)
                 break
             if not image.future.set_running_or_notify_cancel():
                 image.release()
                 self._give_back(1)
                 continue
-            if not images:
-                deadline = time.monotonic() + (self._max_wait if wait else 0.0)
             images.append(image)
+            if len(images) == 1:
+                deadline = time.monotonic() + (self._max_wait if wait else 0.0)
         return images
 
-    def _answer(self, images: list[_Image], batch: PreparedBatch, done: Future[Predicted]) -> None:
+    def _answer(self, images: list[_Image], batch: PreparedBatch, since: float, done: Future[Predicted]) -> None:
         """Set the futures of a batch's images."""
-        answers: list[Any] = []
-        failure: Exception | None = None
+        self._observe("compute", [time.monotonic() - since])
+        answers: list[Any]
         try:
             _, predictor, outputs = done.result()
-            answers = _build_answers(images, batch, predictor, outputs)
+            answers = [None if outputs is None else outputs.rows(row, row + 1) for row in range(len(images))]
+            converters = {row: image.convert for row, image in enumerate(images) if image.convert is not None}
+            if rows := list(converters):
+                taken = None if outputs is None else outputs.take(rows)
+                results = predictor.build_results([batch.images[row] for row in rows], batch.pixels[rows], taken)
+                for row, result in zip(rows, results, strict=True):
+                    answers[row] = converters[row](result)
         except Exception as error:  # each future has a reader, and the next batch may succeed
-            failure = error
+            answers = [error] * len(images)
         batch.release()
         self._give_back(len(images))
-        for row, image in enumerate(images):
-            if failure is None:
-                image.future.set_result(answers[row])
+        for image, answer in zip(images, answers, strict=True):
+            if isinstance(answer, Exception):
+                image.future.set_exception(answer)
             else:
-                image.future.set_exception(failure)
-
-
-def _build_answers(
-    images: Sequence[_Image], batch: PreparedBatch, predictor: BatchPredictor, outputs: Outputs | None
-) -> list[Any]:
-    """Return the result that each image's future gets."""
-    answers: list[Any] = [None if outputs is None else outputs.rows(row, row + 1) for row in range(len(images))]
-    converters = {row: image.convert for row, image in enumerate(images) if image.convert is not None}
-    if converters:
-        rows = list(converters)
-        taken = None if outputs is None else outputs.take(rows)
-        part = batch.pixels if len(rows) == len(images) else batch.pixels[rows]
-        results = predictor.build_results([batch.images[row] for row in rows], part, taken)
-        for (row, convert), result in zip(converters.items(), results, strict=True):
-            answers[row] = convert(result)
-    return answers
+                image.future.set_result(answer)

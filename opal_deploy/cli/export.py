@@ -140,13 +140,10 @@ def _print_engine(engine: ExportedEngine) -> None:
 def _print_repository(repository: WrittenRepository) -> None:
     model = repository.model
     tensor, explain = (repository.folder / name for name in repository.models)
-    if repository.kept:
-        print_message(f"Kept {tensor} and {explain}: same model, same options; --overwrite writes them again")
-    else:
-        print_message(
-            f"Wrote {tensor} ({model.backend}, {model.metadata.precision}, batches up to {model.batch.max}) and "
-            f"{explain} (image files to records)"
-        )
+    print_message(
+        f"Wrote {tensor} ({model.backend}, {model.metadata.precision}, batches up to {model.batch.max}) and "
+        f"{explain} (image files to records)"
+    )
     print_message(f"Next: tritonserver --model-repository={repository.folder.absolute()}")
 
 

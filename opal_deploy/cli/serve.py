@@ -30,7 +30,7 @@ def serve(
 
     NAME takes pixels and returns the graph's outputs; NAME_explain takes image files and returns `infer`'s records.
     """
-    for package in ("starlette", "granian", "prometheus_client", "python_multipart"):
+    for package in ("starlette", "granian", "prometheus_client"):
         require(package, "serve", "serve", pip_name=package.replace("_", "-"))
     from opal_deploy.server.process import serve_models
 

@@ -141,7 +141,7 @@ def run_export(source: StrPath, options: ExportOptions) -> ExportResult:
     require("onnx", "trt-rtx" if options.trt and kind == "onnx" else "export", "export")
     require("onnxruntime", "cpu", "export, to verify what it writes,")
     _check_options(source, options)
-    from opal_deploy.export.exporter import check_repository, export
+    from opal_deploy.export.exporter import export
 
     export_source = _open_source(source, options)
     if options.trt:
@@ -150,7 +150,6 @@ def run_export(source: StrPath, options: ExportOptions) -> ExportResult:
         return export(export_source, targets, options)
     if repository is not None:
         check_fixed_size(export_source.origin, str(source), "Triton")
-        check_repository(repository, export_source, options)
     out = None if options.out is None else Path(options.out)
     result = export(export_source, plan_targets(export_source, options.precision, out=out), options)
     return result if target is None else _write_target(result, target)

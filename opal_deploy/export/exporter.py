@@ -47,7 +47,6 @@ from opal_deploy.export.verification import verification_error, verify_candidate
 from opal_deploy.logs import WarningLine
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verification import verify_test_vectors, wide_batch
-from opal_deploy.triton.repository import Repository
 
 NOT_VERIFIED = "exported with --no-verify"
 
@@ -240,24 +239,12 @@ def _check_engines(
             raise _in_the_way(engine, "built with other options")
 
 
-def check_repository(repository: Repository, source: ExportSource, options: ExportOptions) -> None:
-    """Raise UsageError, before the export, for models of another source or options in a Triton repository.
-
-    They may be replaced with `overwrite`.
-    """
-    metadata = None if repository.overwrite else repository.read_existing()
-    if metadata is not None:
-        path = repository.folder / repository.name
-        _check_same(path, metadata, source, options.precision or "fp32", options, advice="--name")
-
-
 def _check_same(
     path: Path,
     metadata: Metadata,
     source: ExportSource,
     precision: Precision,
     options: ExportOptions,
-    advice: str = "--out",
 ) -> None:
     """Raise UsageError unless the file matches the source and these options."""
     found, expected = _describe_file(metadata), _describe_request(source, precision, options)
@@ -266,13 +253,13 @@ def _check_same(
     checkpoint = f"of {metadata.checkpoint_name} (sha256 {str(found['checkpoint'])[:12]})"
     if found["checkpoint"] != expected["checkpoint"]:
         other = f"{checkpoint}, not of this checkpoint ({str(expected['checkpoint'])[:12]})"
-        raise _in_the_way(path, other, advice)
+        raise _in_the_way(path, other)
     others = ", ".join(name for name in found if found[name] != expected[name])
-    raise _in_the_way(path, f"{checkpoint}, the same checkpoint, exported with other {others or 'weights'}", advice)
+    raise _in_the_way(path, f"{checkpoint}, the same checkpoint, exported with other {others or 'weights'}")
 
 
-def _in_the_way(path: Path, what: str, advice: str = "--out") -> UsageError:
-    return UsageError(f"{path}: the file exists, {what}; choose another {advice}, or pass --overwrite to replace it")
+def _in_the_way(path: Path, what: str) -> UsageError:
+    return UsageError(f"{path}: the file exists, {what}; choose another --out, or pass --overwrite to replace it")
 
 
 def _describe_file(metadata: Metadata) -> dict[str, Any]:

@@ -244,7 +244,7 @@ class WebOptions(Decision, CommonOptions):
     examples: Annotated[
         StrPath | None,
         Option(
-            "Folder of pictures to try; takes six, from its subfolders in turn.", default="the atlas's best patches",
+            "Folder of pictures to try; takes six, from its subfolders in turn.", default="none",
             panel=_WEB, cli=Path,
         ),
     ] = None  # fmt: skip

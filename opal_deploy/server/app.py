@@ -1,39 +1,61 @@
-"""The application: the Open Inference Protocol, version 2, and the page for people."""
+"""The application: the Open Inference Protocol, version 2, and the page for people; alone or within another one."""
 
 from __future__ import annotations
 
-from asyncio import to_thread
+import asyncio
+import queue
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from http import HTTPStatus
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from opal_deploy._version import __version__
-from opal_deploy.predict.explain_tensors import EXPLAIN_SUFFIX
-from opal_deploy.records.record import Failed
-from opal_deploy.server import inference
-from opal_deploy.server.admission import HttpError, error_response
+from opal_deploy.api.model import Model
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.errors import OutOfMemory, StoppedEarly
+from opal_deploy.predict.explain_tensors import (
+    BOX,
+    EXPLAIN_SUFFIX,
+    IMAGE,
+    NAME,
+    RECORD,
+    build_explain_requests,
+    parse_name,
+)
+from opal_deploy.records.lines import to_json_line
+from opal_deploy.records.record import Answered, Record
+from opal_deploy.server.bodies import BadRequest, InferRequest, Tensor, build_response, busy, parse_request
 from opal_deploy.server.middleware import RequestMiddleware
 from opal_deploy.server.models import ServedModel, ServerState
-from opal_deploy.server.openapi import build_openapi, find_address, list_uses
-from opal_deploy.server.tensors import BadRequest, build_response, parse_request
+from opal_deploy.server.options import ServeOptions
+from opal_deploy.sources.image import InputImage
 from opal_deploy.visualization.pages import load_templates, read_asset, read_evidence_script, read_style
 
+T = TypeVar("T")
 VERSION = "1"
 _JSON_SIZE = "Inference-Header-Content-Length"
 # JSON of this size is parsed in well under a millisecond
 _SMALL_JSON = 64 << 10
 _PACKAGE = "opal_deploy.server"
+# of responses with an error record, by its code; 422 for all others
+_STATUS = {
+    "not_an_image": HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+    "unsupported_image": HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+    "too_many_pixels": HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    # the model's fault, not the image's
+    "not_finite": HTTPStatus.INTERNAL_SERVER_ERROR,
+}
 # class names on the page of an open server
 _CLASSES_LISTED = 1000
-# the formats in which the page shows evidence, with and without scripts
-_PAGE_FORMATS = {"exact": ("picture", "sheet"), "map": ("overlay", "overlay"), "none": ("record", "record")}
 _PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self' blob: data:; "
@@ -44,31 +66,23 @@ _PAGE_HEADERS = {
 }
 
 
-def create_app(state: ServerState, *, draw_workers: int = 2) -> ASGIApp:
-    """Return the application; it draws at most `draw_workers` images concurrently."""
-    handlers = _Handlers(state, draw_workers)
+def create_app(state: ServerState) -> ASGIApp:
+    """Return the application."""
+    handlers = _Handlers(state)
     models = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
     routes = [
         Route("/v2", handlers.server_metadata),
         Route("/v2/health/live", handlers.live),
         Route("/v2/health/ready", handlers.ready),
         *(Route(model, handlers.model_metadata) for model in models),
-        *(Route(f"{model}/config", handlers.model_config) for model in models),
         *(Route(f"{model}/ready", handlers.model_ready) for model in models),
         *(Route(f"{model}/infer", handlers.infer, methods=["POST"]) for model in models),
-        Route("/v2/repository/index", handlers.repository_index, methods=["POST"]),
         Route("/metrics", handlers.metrics),
         Route("/", handlers.page),
         *(Route(f"/{name}", handlers.asset) for name in ("page.css", "page.js", "evidence.js")),
         Route("/explain", handlers.explain, methods=["POST"]),
-        Route("/docs", handlers.docs),
-        Route("/openapi.json", handlers.openapi),
     ]
-    refusals: dict[Any, Any] = {
-        HttpError: _refuse, BadRequest: _refuse, HTTPException: handlers.refuse_route, ClientDisconnect: _disconnected,
-        Exception: _report_bug,
-    }  # fmt: skip
-    app = Starlette(routes=routes, exception_handlers=refusals)
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _refuse})
     # a redirect would name the host that the client gave
     app.router.redirect_slashes = False
     return RequestMiddleware(app, state)
@@ -77,22 +91,28 @@ def create_app(state: ServerState, *, draw_workers: int = 2) -> ASGIApp:
 class _Handlers:
     """The handlers of all routes; metrics and the log name a route after its handler."""
 
-    def __init__(self, state: ServerState, draw_workers: int) -> None:
-        self._state, self._drawings = state, inference.DrawingQueue(draw_workers)
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
 
     async def server_metadata(self, request: Request) -> Response:
-        extensions = ["binary_tensor_data", "model_repository"]
-        return JSONResponse({"name": "opal-deploy", "version": __version__, "extensions": extensions})
+        names = [name for model in self._state.models for name in (model.name, model.name + EXPLAIN_SUFFIX)]
+        described = {"name": "opal-deploy", "version": __version__, "extensions": ["binary_tensor_data"]}
+        return JSONResponse(described | {"models": names})
 
     async def live(self, request: Request) -> Response:
-        return _health(self._state.problem if self._state.failed else "")
+        return self._answer_health({"live": True}, self._state.problem if self._state.failed else "")
 
     async def ready(self, request: Request) -> Response:
-        return _health(self._state.problem)
+        return self._answer_health({"ready": True}, self._state.problem)
 
     async def model_ready(self, request: Request) -> Response:
         self._find(request)
-        return _health(self._state.problem)
+        name = request.path_params["name"]
+        return self._answer_health({"name": name, "ready": True}, self._state.problem)
+
+    @staticmethod
+    def _answer_health(healthy: dict[str, Any], problem: str) -> Response:
+        return JSONResponse({"error": problem}, HTTPStatus.SERVICE_UNAVAILABLE) if problem else JSONResponse(healthy)
 
     async def model_metadata(self, request: Request) -> Response:
         model, explains = self._find(request)
@@ -101,57 +121,44 @@ class _Handlers:
             for specs in model.specs(explains=explains)
         )
         described = {"name": request.path_params["name"], "versions": [VERSION], "inputs": inputs, "outputs": outputs}
-        return JSONResponse(described | {"platform": model.platform(explains=explains)})
-
-    async def model_config(self, request: Request) -> Response:
-        model, explains = self._find(request)
-        return JSONResponse(model.config(explains=explains))
+        parameters = model.facts() | {"class_names": model.metadata.class_names}
+        return JSONResponse(described | {"platform": "opal-deploy", "parameters": parameters})
 
     async def metrics(self, request: Request) -> Response:
-        text = await to_thread(generate_latest, self._state.metrics.registry)
+        text = await asyncio.to_thread(generate_latest, self._state.metrics.registry)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def repository_index(self, request: Request) -> Response:
-        state = "UNAVAILABLE" if self._state.problem else "READY"
-        names = [name for model in self._state.models for name in (model.name, model.name + EXPLAIN_SUFFIX)]
-        return JSONResponse([{"name": name, "version": VERSION, "state": state} for name in names])
 
     async def infer(self, request: Request) -> Response:
         model, explains = self._find(request)
-        async with self._state.admission.admit(request, model.service) as body:
+        _check_capacity(model)
+        async with self._state.bodies.read(request) as body:
             inputs, outputs = model.specs(explains=explains)
-            json_size = _read_json_size(request)
+            json_size = _read_json_size(request, len(body))
             arguments = (body, json_size, inputs, outputs, model.service.capacity)
-            small = (len(body) if json_size is None else json_size) <= _SMALL_JSON
-            parsed = parse_request(*arguments) if small else await to_thread(parse_request, *arguments)
+            is_small = json_size <= _SMALL_JSON
+            parsed = parse_request(*arguments) if is_small else await asyncio.to_thread(parse_request, *arguments)
             request.state.images = len(next(iter(parsed.inputs.values())))
-            work = (inference.infer_records if explains else inference.infer_pixels)(self._state, model, parsed)
-            tensors = await inference.until_disconnected(request, work)
+            run = _infer_records if explains else _infer_pixels
+            tensors = await run(self._state, model, parsed)
             content, size = build_response(request.path_params["name"], parsed, outputs, tensors)
-        if size is None:
-            return Response(content, media_type="application/json")
-        return Response(content, media_type="application/octet-stream", headers={_JSON_SIZE: str(size)})
+        headers = {} if size is None else {_JSON_SIZE: str(size)}
+        kind = "application/json" if size is None else "application/octet-stream"
+        return Response(content, headers=headers, media_type=kind)
 
     async def explain(self, request: Request) -> Response:
         name = request.query_params.get("model", self._state.models[0].name)
         model, _ = self._state.find(name)
         request.state.model, request.state.images = name, 1
-        chosen = inference.choose_format(request, model)
-        async with self._drawings.place(chosen), self._state.admission.admit(request, model.service) as body:
-            data, file_name = await inference.read_upload(request, body)
-            work = inference.explain_image(self._state, model, data, file_name, drawn=chosen != "record")
-            result = await inference.until_disconnected(request, work)
-            if isinstance(result.record, Failed) or chosen == "record":
-                return inference.record_response(result)
-            drawing = await self._drawings.draw(model, result, chosen, self._state.options.request_timeout)
-        return Response(drawing, media_type=inference.FORMATS[chosen])
+        if unknown := set(request.query_params) - {"model", "name"}:
+            raise BadRequest(f"parameter {min(unknown)[:20]!r} found; expected model or name; crop before sending")
+        _check_capacity(model)
+        async with self._state.bodies.read(request) as body:
+            return await _explain_image(self._state, model, body, request.query_params.get("name", ""))
 
     async def page(self, request: Request) -> Response:
-        html = load_templates(_PACKAGE).get_template("page.html.jinja").render(
-            models=self._state.models, formats=_PAGE_FORMATS,
-            # without a token nobody learns the names
-            listed=_CLASSES_LISTED if self._state.token is None else 0,
-        )  # fmt: skip
+        # without a token nobody learns the names
+        listed = _CLASSES_LISTED if self._state.token is None else 0
+        html = load_templates(_PACKAGE).get_template("page.html.jinja").render(models=self._state.models, listed=listed)
         return Response(html, headers=_PAGE_HEADERS, media_type="text/html")
 
     async def asset(self, request: Request) -> Response:
@@ -161,54 +168,142 @@ class _Handlers:
         text = read_evidence_script() if name == "evidence.js" else read_asset(_PACKAGE, name)
         return Response(text, headers=_PAGE_HEADERS, media_type="text/javascript")
 
-    async def docs(self, request: Request) -> Response:
-        template = load_templates(_PACKAGE).get_template("docs.html.jinja")
-        html = template.render(api=build_openapi(), uses=self._list_uses(request))
-        return Response(html, headers=_PAGE_HEADERS, media_type="text/html")
-
-    async def openapi(self, request: Request) -> Response:
-        return JSONResponse(build_openapi())
-
-    async def refuse_route(self, request: Request, error: HTTPException) -> Response:
-        """Refuse an unknown address or method, and name what would have worked."""
-        reason = f"{request.method} {request.url.path[:200]}: {error.detail}"
-        return error_response(error.status_code, reason, error.headers, **{"try": self._list_uses(request)})
-
-    def _list_uses(self, request: Request) -> list[str]:
-        return list_uses(find_address(request), has_token=self._state.token is not None)
-
     def _find(self, request: Request) -> tuple[ServedModel, bool]:
         version = request.path_params.get("version", VERSION)
         if version != VERSION:
-            raise HttpError(HTTPStatus.NOT_FOUND, f"model version {version[:20]} not found; available: {VERSION}")
+            reason = f"model version {version[:20]} not found; available: {VERSION}"
+            raise HTTPException(HTTPStatus.NOT_FOUND, reason)
         model = self._state.find(request.path_params["name"])
         request.state.model = request.path_params["name"]
         return model
 
 
-def _read_json_size(request: Request) -> int | None:
-    text = request.headers.get(_JSON_SIZE)
-    if text is None:
-        return None
+async def _infer_pixels(state: ServerState, model: ServedModel, request: InferRequest) -> dict[str, Tensor]:
+    """Return the graph's outputs for pixels: `images`, uint8 [N, H0, W0, 3]; raise as `_run_jobs`."""
+    images: Any = request.inputs["images"]
+    rows = await _run_jobs(state, lambda: model.service.submit_pixels(images, wait=False))
+    arrays = Outputs.concatenate(rows).to_arrays()
+    # in Triton every tensor has a dimension besides N
+    return {name: array.reshape(len(array), -1) if array.ndim == 1 else array for name, array in arrays.items()}
+
+
+async def _infer_records(state: ServerState, model: ServedModel, request: InferRequest) -> dict[str, Tensor]:
+    """Return a record per image file; raise BadRequest for inputs of different lengths, or as `_run_jobs`."""
+    inputs: dict[str, Any] = request.inputs
+    try:
+        requests = build_explain_requests(inputs[IMAGE], inputs.get(NAME), inputs.get(BOX))
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+    return {RECORD: [to_json_line(record).rstrip(b"\n") for record in await _classify(state, model, requests)]}
+
+
+async def _explain_image(state: ServerState, model: ServedModel, data: bytes, name: str) -> Response:
+    """Return the record of an image file's bytes; an error record with a status that fits, and its message as `error`.
+
+    `name` is for the record; no file of that name is opened. Raises BadRequest if it is too long, and as `_run_jobs`.
+    """
+    try:
+        image = InputImage(parse_name(name.encode("utf-8", "replace")), data)
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+    (record,) = await _classify(state, model, [image])
+    if isinstance(record, Answered):
+        return Response(to_json_line(record), media_type="application/json")
+    problem = record.error
+    status = _STATUS.get(problem.code, HTTPStatus.UNPROCESSABLE_ENTITY)
+    document = {"error": problem.message, "code": problem.code, "record": record}
+    return Response(to_json_line(document), status, media_type="application/json")
+
+
+async def _classify(state: ServerState, model: ServedModel, requests: Sequence[InputImage]) -> list[Record]:
+    """Return and note the records of images, signed if the server signs; raise as `_run_jobs`."""
+    results = await _run_jobs(state, lambda: model.service.submit_requests(requests, wait=False))
+    records = [result.record if model.signer is None else model.signer.sign(result.record) for result in results]
+    for record in records:
+        state.metrics.count_record(model.name, record)
+        if state.records is not None:
+            state.records.write(record)
+    return records
+
+
+async def _run_jobs(state: ServerState, submit: Callable[[], list[Future[T]]]) -> list[T]:
+    """Submit jobs and return their results; after the time limit those that have not begun are cancelled.
+
+    Raises HTTPException if the service is full or too slow, or if its device was lost.
+    """
+    seconds = state.options.request_timeout
+    try:
+        futures = submit()
+        async with asyncio.timeout(seconds):
+            return await asyncio.gather(*map(asyncio.wrap_future, futures))
+    except queue.Full as error:
+        raise busy(str(error)) from None
+    except TimeoutError:
+        raise HTTPException(HTTPStatus.GATEWAY_TIMEOUT, f"not answered within {seconds:g} s") from None
+    except StoppedEarly as error:
+        if not isinstance(error, OutOfMemory):
+            state.problem, state.failed = str(error), True
+        raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from None
+
+
+def _check_capacity(model: ServedModel) -> None:
+    """Raise HTTPException, before a body is read, if no more images may be in flight."""
+    if model.service.in_flight >= model.service.capacity:
+        raise busy(f"{model.service.in_flight} images are in flight")
+
+
+def _read_json_size(request: Request, body_size: int) -> int:
+    text = request.headers.get(_JSON_SIZE, str(body_size))
     # Python refuses to convert longer text
     if not text.isascii() or not text.isdigit() or len(text) > 15:
         raise BadRequest(f"{_JSON_SIZE} {text[:20]!r} found; expected a number of bytes")
     return int(text)
 
 
-def _health(problem: str) -> Response:
-    return error_response(HTTPStatus.SERVICE_UNAVAILABLE, problem) if problem else Response()
+async def _refuse(request: Request, error: Any) -> Response:
+    """Return an HTTPException as the protocol's error: one line under the key `error`."""
+    reason = " ".join(error.detail.split())
+    if reason in ("Not Found", "Method Not Allowed"):
+        reason = f"{request.method} {request.url.path[:200]}: {reason}; post an image to /explain, or open / for a page"
+    return JSONResponse({"error": reason}, error.status_code, error.headers)
 
 
-async def _refuse(request: Request, error: HttpError | BadRequest) -> Response:
-    request.state.code = error.code
-    return error_response(error.status, str(error), error.headers, code=error.code)
+class ModelApp:
+    """The addresses of `opal-deploy serve`, as an ASGI application: the page, `/explain` and the protocol.
 
+    Mount it, such as `app.mount("/model", model_app)`, and close it when the program ends. The program around it
+    decides who may use it: it asks for no token and accepts any host name.
+    """
 
-async def _disconnected(request: Request, error: ClientDisconnect) -> Response:
-    # nobody reads the response; 499 is for the log
-    return Response(status_code=499)
+    def __init__(self, model: Model, *, name: str = "model", **options: Any) -> None:
+        """Warm up the model, and start its threads and decoding processes.
 
+        Args:
+            model: served until `close`; it may be used elsewhere at the same time.
+            name: of the model in addresses and metrics.
+            options: those of `opal-deploy serve`: `batch`, `queue`, `min_margin`, ...; an address, a token, a device
+                and the like have no effect.
 
-async def _report_bug(request: Request, error: Exception) -> Response:
-    return error_response(HTTPStatus.INTERNAL_SERVER_ERROR, f"internal error: {type(error).__name__}")
+        Raises:
+            TypeError: no such option, or a path instead of a loaded model.
+            UsageError: the model does not support an option. StoppedEarly: the device was lost.
+        """
+        if not hasattr(model, "sessions"):
+            raise TypeError(f"ModelApp takes a loaded model, found {type(model).__name__}; use opal_deploy.load(path)")
+        self._state = ServerState(ServeOptions(**options, allowed_host=("*",), log_format="off"))
+        self._state.load(name, model.path or Path(name), model.sessions, model.sha256)
+        self._app = create_app(self._state)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        await self._app(scope, receive, send)
+
+    def close(self) -> None:
+        """Finish the images in flight, and end threads and processes."""
+        self._state.close()
+
+    def __enter__(self) -> ModelApp:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -42,7 +42,6 @@ class ServeOptions(Decision):
         int | None, Option("Maximum in-flight images per model; further requests get 429.", min=1, default="8 batches")
     ] = None
     max_body: Annotated[int, Option("Maximum size of a request body in MiB.", min=1)] = 64
-    max_requests: Annotated[int, Option("Maximum in-flight requests; further ones get 429.", min=1)] = 256
     max_connections: Annotated[int, Option("Maximum open connections; further ones wait.", min=1)] = 1000
     upload_timeout: Annotated[float, Option("Seconds in which a request body must arrive.", min=0.1)] = 30.0
     request_timeout: Annotated[float, Option("Seconds in which a request must be answered.", min=0.1)] = 30.0
@@ -68,7 +67,7 @@ class ServeOptions(Decision):
     runtime: RuntimeChoice = "auto"
     workers: Workers = None
     decode: Decode = "default"
-    decode_timeout: Annotated[float, Option("Seconds to decode, or to draw, one image.", min=0.1)] = 10.0
+    decode_timeout: Annotated[float, Option("Seconds to decode one image.", min=0.1)] = 10.0
     max_pixels: MaxPixels = 100_000_000
 
 
@@ -79,12 +78,10 @@ def read_token(path: StrPath | None) -> str | None:
         UsageError: the file cannot be read, or the token is not one line of printable ASCII.
     """
     origin = TOKEN_VARIABLE if path is None else f"--token-file {path}"
-    token = os.environ.get(TOKEN_VARIABLE)
-    if path is not None:
-        try:
-            token = read_secret(path, _MOST_BYTES).decode("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{origin}: cannot be read ({getattr(error, 'strerror', None) or 'not text'})") from None
+    try:
+        token = os.environ.get(TOKEN_VARIABLE) if path is None else read_secret(path, _MOST_BYTES).decode("latin-1")
+    except OSError as error:
+        raise UsageError(f"{origin}: cannot be read ({error.strerror or error})") from None
     if token is None:
         return None
     token = token.strip()

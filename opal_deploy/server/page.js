@@ -1,13 +1,13 @@
 "use strict";
-// shows the record first, then the picture with its boxes; without scripts, the form shows only a drawing
+// shows the record, and the picture with its boxes
 const byId = (id) => document.getElementById(id);
 const file = byId("file"), model = byId("model"), token = byId("token"), send = byId("send");
 const { say } = evidence;
 // the answer to an outdated request is not shown
 let current = 0;
 
-async function post(image, format) {
-  const query = new URLSearchParams({ model: model.value, format, name: image.name || "pasted" });
+async function post(image) {
+  const query = new URLSearchParams({ model: model.value, name: image.name || "pasted" });
   const headers = token.value ? { Authorization: `Bearer ${token.value}` } : {};
   const response = await fetch(`explain?${query}`, { method: "POST", body: image, headers });
   if (response.ok) return response;
@@ -31,45 +31,19 @@ function showRecord(record) {
   byId("slots").replaceChildren(...(slots?.length
     ? [evidence.evidenceTable(record, (slot, row) => evidence.link(row, slot.channel))] : []));
   byId("record").textContent = JSON.stringify(record, null, 2);
-  byId("figure").hidden = byId("drawn").hidden = true;
+  byId("figure").hidden = true;
   byId("answer").hidden = false;
 }
 
-/** Show a blob in an image; the address of the one before is given back. */
-function showImage(id, blob, alt) {
-  const image = byId(id);
+/** Show the picture with its boxes; browsers cannot show every kind that the server reads. */
+async function showPicture(file, record) {
+  const image = byId("image");
   URL.revokeObjectURL(image.src);
-  image.src = URL.createObjectURL(blob);
-  image.alt = alt;
-}
-
-function showPicture(blob, format, record) {
-  showImage("image", blob, `The picture, predicted ${record.prediction.label}; the table says where each slot looks`);
-  // an overlay has its boxes
-  if (format === "picture") evidence.drawBoxes(byId("boxes"), record.evidence, record.width, record.height, { record });
-  else byId("boxes").replaceChildren();
+  image.src = URL.createObjectURL(file);
+  image.alt = `The picture, predicted ${record.prediction.label}; the table says where each slot looks`;
+  await image.decode();
+  evidence.drawBoxes(byId("boxes"), record.evidence ?? [], record.width, record.height, { record });
   byId("figure").hidden = false;
-}
-
-async function drawSheet(image, record) {
-  const number = current;
-  byId("sheet").disabled = true;
-  say("Drawing …");
-  try {
-    // as wide as a phone, or the sheet's own width
-    const blob = await (await post(image, innerWidth < 640 ? "narrow-sheet" : "sheet")).blob();
-    if (number !== current) return;
-    showImage("drawing", blob, `Evidence sheet: why ${record.prediction.label}`);
-    byId("open").href = byId("save").href = byId("drawing").src;
-    byId("save").download = "sheet.png";
-    byId("drawn").hidden = false;
-    byId("sheet").hidden = true;
-    say("");
-  } catch (error) {
-    if (number === current) say(describeError(image, error), true);
-  } finally {
-    byId("sheet").disabled = false;
-  }
 }
 
 function describeError(image, error) {
@@ -78,22 +52,14 @@ function describeError(image, error) {
 
 async function explain(image, others = 0) {
   const number = ++current;
-  const option = model.selectedOptions ? model.selectedOptions[0] : model;
-  const [format, drawing] = option.dataset.formats.split(" ");
   byId("answer").hidden = true;
   send.disabled = true;
   say("Classifying …");
   try {
-    const record = await (await post(image, "record")).json();
+    const record = await (await post(image)).json();
     if (number !== current) return;
     showRecord(record);
-    byId("sheet").hidden = drawing !== "sheet";
-    byId("sheet").onclick = () => drawSheet(image, record);
-    if (format !== "record") {
-      const blob = await (await post(image, format)).blob();
-      if (number !== current) return;
-      showPicture(blob, format, record);
-    }
+    await showPicture(image, record).catch(() => {});
     say(others ? `${image.name} is answered; ${others} other ${others === 1 ? "file is" : "files are"} not: this page takes one at a time, \`opal-deploy infer\` any number` : "");
   } catch (error) {
     if (number !== current) return;

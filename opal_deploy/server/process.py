@@ -21,23 +21,20 @@ from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
 from opal_deploy.predict.prepare import raise_pillow_limit
 from opal_deploy.predict.setup import find_default_model, load_model
 from opal_deploy.records.signatures import Signer
-from opal_deploy.runtime.devices import default_workers
 from opal_deploy.server.app import create_app
-from opal_deploy.server.middleware import MAX_HEAD_BYTES
 from opal_deploy.server.models import ServerState
-from opal_deploy.server.openapi import list_uses
 from opal_deploy.server.options import ServeOptions, read_token
 from opal_deploy.server.telemetry import ServerLog
 
-# for the head of a request to arrive, also the first one of a connection and after each answer
+# for the head of a request to arrive, even the first one of a connection and after each answer
 _HEAD_SECONDS = 10.0
+# names and values of the headers, path and query; Granian answers 431 to more
+_MAX_HEAD_BYTES = 64 << 10
 # while the server is not ready, before it stops listening: for requests already on their way
 _LAST_CALL_SECONDS = 0.5
 # for clients to read their answers once the server stops
 _READ_SECONDS = 30.0
 _POLL_SECONDS = 0.05
-# descriptors for models, worker processes and drawings
-_OTHER_DESCRIPTORS = 160
 
 
 def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
@@ -50,12 +47,15 @@ def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
     """
     raise_pillow_limit(options.max_pixels)
     state = ServerState(options, token=read_token(options.token_file), log=ServerLog(options.log_format))
-    log, workers = state.log.message, options.workers or default_workers()
+    log = state.log.message
     signer = None if options.sign is None else Signer(options.sign, log)
     with contextlib.ExitStack() as stack:
         # before the models are loaded, which may take minutes
         placeholder = stack.enter_context(bind(options.host, options.port))
-        check_descriptors(options.max_connections)
+        # as many connections, which are files, as the system allows
+        with contextlib.suppress(OSError, ValueError):
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         if not models:
             default = find_default_model(options.device, options.runtime, log, option="opal-deploy serve FILE")
             models = {default.stem: default}
@@ -68,42 +68,28 @@ def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
             log("Anyone who can reach this address can send requests: set --token-file, or use an authenticating proxy")
         if signer is not None:
             log(f"Signing records with the key {signer.fingerprint}")
-        address = f"{f'[{options.host}]' if ':' in options.host else options.host}:{placeholder.getsockname()[1]}"
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        address = f"http://{host}:{placeholder.getsockname()[1]}"
+        header = "" if state.token is None else ' --header "Authorization: Bearer $TOKEN"'
 
         def announce() -> None:
-            log(f"Listening on http://{address}")
-            for line in list_uses(address, has_token=state.token is not None):
-                log(f"  {line}")
+            log(f"Listening on {address}")
+            log(f"  curl --data-binary @IMAGE{header} {address}/explain")
 
-        run_server(create_app(state, draw_workers=workers), state, placeholder, announce)
+        run_server(create_app(state), state, placeholder, announce)
 
 
 def bind(host: str, port: int) -> socket.socket:
     """Return a socket that holds the address; raise UsageError if it is in use, or not one of this machine."""
-    placeholder = None
+    placeholder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        placeholder = socket.socket(family, kind)
-        placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        placeholder.bind(address)
-        return placeholder
+        placeholder.bind((host, port))
     except OSError as error:
-        if placeholder is not None:
-            placeholder.close()
+        placeholder.close()
         reason = f"cannot listen there ({error.strerror or error}); choose another address"
         raise UsageError(f"--host {host} --port {port}: {reason}") from None
-
-
-def check_descriptors(connections: int) -> None:
-    """Raise the limit of open files as far as it may be; raise UsageError if it allows fewer connections."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = connections + _OTHER_DESCRIPTORS
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        reason = f"this process may open {hard} files, which allows {max(hard - _OTHER_DESCRIPTORS, 0)} connections"
-        raise UsageError(f"--max-connections {connections}: {reason}; give fewer, or raise the limit (ulimit -n)")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return placeholder
 
 
 def run_server(
@@ -139,12 +125,11 @@ async def serve_app(
     `announce` is called once the server listens. Requests in flight are answered before the end.
     """
     options, (host, port) = state.options, placeholder.getsockname()[:2]
-    state.log.take_over_libraries()
     placeholder.close()
     server = Server(
         app, host, port, interface=Interfaces.ASGINL, http=HTTPModes.http1, websockets=False, log_enabled=False,
         backlog=1024, backpressure=options.max_connections,
-        http1_settings=HTTP1Settings(header_read_timeout=int(_HEAD_SECONDS * 1e3), max_buffer_size=2 * MAX_HEAD_BYTES),
+        http1_settings=HTTP1Settings(header_read_timeout=int(_HEAD_SECONDS * 1e3), max_buffer_size=_MAX_HEAD_BYTES),
     )  # fmt: skip
     serving = asyncio.create_task(server.serve())
     while not (await _accepts(host, port) or serving.done()):

@@ -6,15 +6,11 @@ and only the first `MAX_LABELS` classes have a label of their own.
 
 from __future__ import annotations
 
-import errno
 import json
-import logging
 import os
 import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -27,7 +23,6 @@ from opal_deploy.logs import one_line
 from opal_deploy.records.lines import to_json_line
 from opal_deploy.records.record import Failed, Record
 from opal_deploy.server.options import LogFormat
-from opal_deploy.timing import Stage, StageTimer
 
 # they would double the number of series
 prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -38,49 +33,28 @@ _MARGINS = (0, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7,
 _SIZES = tuple(1 << power for power in range(10))
 
 
-class ServerLog(logging.Handler):
+class ServerLog:
     """Writes whole lines to stderr, from any thread; `off` writes messages only, as text."""
 
     def __init__(self, log_format: LogFormat = "text") -> None:
-        super().__init__()
         self._format = log_format
 
     def message(self, text: str, level: str = "info") -> None:
         """Write a line that belongs to no single request."""
-        fields = {"level": level, "event": "message", "message": text}
-        self._write(json.dumps({"time": _now(), **fields}) if self._format == "json" else one_line(text))
+        self._write(one_line(text), {"level": level, "event": "message", "message": text})
 
     def request(self, fields: dict[str, Any]) -> None:
-        """Write a request's line: `method`, `path`, `status`, `ms`, then the other fields in order."""
-        if self._format == "json":
-            self._write(json.dumps({"time": _now(), "level": "info", "event": "request", **fields}))
-        elif self._format == "text":
-            method, path, status, ms, *rest = fields.items()
-            head = f"{_now()} {method[1]} {path[1]} {status[1]} {ms[1]} ms"
-            self._write(one_line(" ".join([head, *(f"{name}={value}" for name, value in rest)])))
+        """Write a request's line."""
+        if self._format != "off":
+            text = " ".join(f"{name}={value}" for name, value in fields.items())
+            self._write(f"{_now()} {one_line(text)}", {"level": "info", "event": "request", **fields})
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a library's record and its traceback, one message per line."""
-        for line in self.format(record).splitlines():
-            self.message(line, record.levelname.lower())
-
-    def take_over_libraries(self) -> None:
-        """Write the warnings of asyncio and the server as messages."""
-        for name in ("asyncio", "_granian"):
-            logger = logging.getLogger(name)
-            logger.handlers[:], logger.propagate = [self], False
-            logger.setLevel(logging.WARNING)
-        # a damaged form is answered, not logged
-        logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
-
-    def _write(self, line: str) -> None:
-        with self.lock or threading.Lock():
-            try:
-                sys.stderr.write(line + "\n")
-                sys.stderr.flush()
-            except (BrokenPipeError, ValueError):
-                # requests are answered even when stderr is closed
-                pass
+    def _write(self, text: str, fields: dict[str, Any]) -> None:
+        line = json.dumps({"time": _now(), **fields}) if self._format == "json" else text
+        # one call writes a whole line; requests are answered even when stderr is closed
+        with suppress(BrokenPipeError, ValueError):
+            sys.stderr.write(line + "\n")
+            sys.stderr.flush()
 
 
 def _now() -> str:
@@ -94,28 +68,23 @@ class RecordFile:
         self._path, self._log, self._failed = path, log, False
         try:
             # unbuffered and appended: each write is one whole line
-            self._stream = path.open("ab", buffering=0)
+            self.stream = path.open("ab", buffering=0)
         except OSError as error:
-            reason = f"cannot be written ({error.strerror or error}); choose another file"
-            raise UsageError(f"--records {path}: {reason}") from None
-
-    def close(self) -> None:
-        """Close the file."""
-        self._stream.close()
+            raise UsageError(f"--records {path}: cannot be written ({error.strerror}); choose another file") from None
 
     def write(self, record: Record) -> None:
         """Append a record; the first failure is logged."""
+        line, problem = to_json_line(record), ""
         try:
-            line = to_json_line(record)
-            if (written := self._stream.write(line)) < len(line):
+            if (written := self.stream.write(line)) < len(line):
                 # only whole lines stay
-                self._stream.truncate(self._stream.seek(0, os.SEEK_END) - written)
-                raise OSError(errno.ENOSPC, "no space left on device")
-            self._failed = False
+                self.stream.truncate(self.stream.seek(0, os.SEEK_END) - written)
+                problem = "no space left on device"
         except OSError as error:
-            if not self._failed:
-                self._log.message(f"--records {self._path}: records are lost ({error.strerror})", "error")
-            self._failed = True
+            problem = error.strerror or str(error)
+        if problem and not self._failed:
+            self._log.message(f"--records {self._path}: records are lost ({problem})", "error")
+        self._failed = bool(problem)
 
 
 class Metrics:
@@ -123,36 +92,19 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = prometheus.CollectorRegistry()
-        for collector in (prometheus.ProcessCollector, prometheus.PlatformCollector, prometheus.GCCollector):
-            collector(registry=registry)
-
+        prometheus.ProcessCollector(registry=registry)
         counter, gauge = partial(prometheus.Counter, registry=registry), partial(prometheus.Gauge, registry=registry)
         histogram = partial(prometheus.Histogram, registry=registry, buckets=_SECONDS)
         self.requests = counter("opal_requests", "Requests answered.", ["route", "model", "status"])
-        self.request_seconds = histogram(
-            "opal_request_seconds", "Seconds from the start of a request to the end of its response.",
-            ["route", "model"],
-        )  # fmt: skip
-        self.in_progress = gauge("opal_requests_in_progress", "Requests not yet answered.")
+        self.request_seconds = histogram("opal_request_seconds", "Seconds per request.", ["route", "model"])
         self.stage_seconds = histogram(
-            "opal_stage_seconds",
-            "Seconds per stage. Per image: prepare (from submission until ready for a batch), of which read, decode "
-            "and resize; queue (from ready until its batch begins); draw. Per batch: compute and evidence.",
-            ["model", "stage"],
+            "opal_stage_seconds", "Seconds per image (prepare, queue) or per batch (compute).", ["model", "stage"]
         )
         self.batch_images = histogram("opal_batch_images", "Images per batch.", ["model"], buckets=_SIZES)
         self.images_in_flight = gauge("opal_images_in_flight", "Images in flight.", ["model"])
-        self.capacity = gauge("opal_images_in_flight_limit", "Maximum number of images in flight.", ["model"])
-        self.image_errors = counter(
-            "opal_image_errors", "Images that could not be classified, by error code.", ["model", "code"]
-        )
-        self.predictions = counter(
-            "opal_predictions", "Images by predicted class and status: ok, abstained (--min-margin) or unknown.",
-            ["model", "label", "status"],
-        )  # fmt: skip
-        self.margin = histogram(
-            "opal_margin", "Cosine of the predicted class minus that of the runner-up.", ["model"], buckets=_MARGINS
-        )
+        self.image_errors = counter("opal_image_errors", "Images with an error record.", ["model", "code"])
+        self.predictions = counter("opal_predictions", "Images by predicted class.", ["model", "label", "status"])
+        self.margin = histogram("opal_margin", "Margins of predictions.", ["model"], buckets=_MARGINS)
         self.model = prometheus.Info("opal_model", "The models served.", ["model"], registry=registry)
 
     def count_record(self, model: str, record: Record) -> None:
@@ -172,24 +124,3 @@ class Metrics:
             self.batch_images.labels(model).observe(len(seconds))
         for value in seconds:
             self.stage_seconds.labels(model, stage).observe(value)
-
-
-class MetricsTimer(StageTimer):
-    """A timer that observes each time in the metrics of one model."""
-
-    def __init__(self, metrics: Metrics, model: str) -> None:
-        super().__init__()
-        self._metrics, self._model = metrics, model
-
-    @contextmanager
-    def stage(self, name: Stage) -> Iterator[None]:
-        """Time the block."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(name, time.perf_counter() - start, 0.0, 1)
-
-    def add(self, name: Stage, wall: float, cpu: float, calls: int) -> None:
-        """Observe an image's time for a stage, in a worker process too."""
-        self._metrics.observe(self._model, name, [wall])

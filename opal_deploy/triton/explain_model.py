@@ -7,17 +7,18 @@ prediction and records are `infer`'s: an image that cannot be classified gets an
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from opal_deploy.artifact.files import read_text
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import INPUT, Outputs, tensor_specs
-from opal_deploy.errors import ArtifactError, OpalError, StoppedEarly, UsageError
+from opal_deploy.errors import OpalError, StoppedEarly, UsageError
 from opal_deploy.predict.decoder_pool import DecoderPool
 from opal_deploy.predict.explain_tensors import BOX, IMAGE, NAME, RECORD, build_explain_requests
 from opal_deploy.predict.prediction import BatchPredictor
@@ -30,41 +31,19 @@ from opal_deploy.records.record import Record
 from opal_deploy.runtime.session import ImageBatch, check_batch
 from opal_deploy.runtime.verification import verify_test_vectors
 from opal_deploy.sources.image import InputImage
-from opal_deploy.triton.model_config import MODEL_SHA256, TENSOR_MODEL
 
 METADATA_FILE = "metadata.json"
-# returns the tensor model's outputs by name, for at most `max_batch_size` images
-Infer = Callable[[NDArray[Any]], Mapping[str, NDArray[Any]]]
-
-
-class TensorModelSession:
-    """A `Session` that calls a model in Triton."""
-
-    # Triton alone knows where
-    device = "triton"
-
-    def __init__(self, metadata: Metadata, infer: Infer, max_batch: int, description: str) -> None:
-        """Wrap a function that runs at most `max_batch` images."""
-        self.metadata, self.description = metadata, description
-        self._infer, self._max_batch = infer, max_batch
-
-    def run(self, images: ImageBatch) -> Outputs:
-        """See `Session.run`."""
-        metadata = self.metadata
-        check_batch(images, metadata)
-        parts = []
-        for start in range(0, len(images), self._max_batch):
-            part = np.ascontiguousarray(images[start : start + self._max_batch])
-            as_float = metadata.input_kind == "float32"
-            arrays = dict(self._infer(normalise(part, metadata.mean, metadata.std) if as_float else part))
-            # in Triton every tensor has a dimension besides N
-            shapes = {name: shape for name, (shape, _) in tensor_specs(metadata).items()}
-            parts.append(Outputs.from_arrays({name: each.reshape(-1, *shapes[name]) for name, each in arrays.items()}))
-        return Outputs.concatenate(parts)
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class TritonPythonModel:
-    """One instance of the explain model; Triton's Python backend looks for a class of this name."""
+    """One instance of the explain model, and the `Session` that calls the tensor model.
+
+    Triton's Python backend looks for a class of this name.
+    """
+
+    # Triton alone knows where
+    device = "triton"
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Open the model; Triton logs the reason of a failure."""
@@ -73,25 +52,50 @@ class TritonPythonModel:
         self._backend = backend
         try:
             self._open(args)
-        except OpalError as error:
+        except (OpalError, OSError) as error:
             raise backend.TritonModelException(str(error)) from None
 
     def _open(self, args: Mapping[str, str]) -> None:
-        config = json.loads(args["model_config"])
-        parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
-        folder = Path(args["model_repository"]) / args["model_version"]
-        metadata = _read_metadata(folder / METADATA_FILE)
-        options = _parse_options(parameters, int(config["max_batch_size"]))
+        parameters, options = _parse_parameters(json.loads(args["model_config"]))
+        path = Path(args["model_repository"]) / args["model_version"] / METADATA_FILE
+        self.metadata = Metadata.from_json(read_text(path), str(path))
         raise_pillow_limit(options.max_pixels)
-        self._model, self._version = parameters[TENSOR_MODEL], int(args["model_version"])
-        # records do not need the attention maps, which are large
-        self._outputs = [name for name in metadata.outputs if name != "attention"]
-        where = f"Triton, model {self._model}, version {self._version}"
-        self._session = TensorModelSession(metadata, self._infer, options.batch, where)
+        self._model, self._version = parameters.model, int(args["model_version"])
+        self.description = f"Triton, model {self._model}, version {self._version}"
         self._batch, self._verified = options.batch, False
-        self._predictor = BatchPredictor(self._session, options)
+        self._predictor = BatchPredictor(self, options)
         # its processes start with the first images
-        self._decoders = DecoderPool(options, metadata.input_size, slots=1, rows=options.batch)
+        self._decoders = DecoderPool(options, self.metadata.input_size, slots=1, rows=options.batch)
+
+    def run(self, images: ImageBatch) -> Outputs:
+        """See `Session.run`; raise StoppedEarly if the tensor model is not loaded, or failed."""
+        metadata = self.metadata
+        check_batch(images, metadata)
+        parts = []
+        for start in range(0, len(images), self._batch):
+            part = np.ascontiguousarray(images[start : start + self._batch])
+            as_float = metadata.input_kind == "float32"
+            parts.append(self._call(normalise(part, metadata.mean, metadata.std) if as_float else part))
+        return Outputs.concatenate(parts)
+
+    def _call(self, images: NDArray[Any]) -> Outputs:
+        backend = self._backend
+        # records do not need the attention maps, which are large
+        names = [name for name in self.metadata.outputs if name != "attention"]
+        response = backend.InferenceRequest(
+            model_name=self._model,
+            model_version=self._version,
+            requested_output_names=names,
+            inputs=[backend.Tensor(INPUT, images)],
+            # or a model on a GPU would leave its outputs there
+            preferred_memory=backend.PreferredMemory(backend.TRITONSERVER_MEMORY_CPU, 0),
+        ).exec()
+        if response.has_error():
+            raise StoppedEarly(f"model {self._model} did not answer: {response.error().message()}")
+        specs = tensor_specs(self.metadata)
+        arrays = {name: backend.get_output_tensor_by_name(response, name).as_numpy() for name in names}
+        # in Triton every tensor has a dimension besides N
+        return Outputs.from_arrays({name: array.reshape(-1, *specs[name][0]) for name, array in arrays.items()})
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Return one response per request, with a record for each of its images."""
@@ -125,7 +129,7 @@ class TritonPythonModel:
             StoppedEarly: the model cannot be run now.
         """
         if not self._verified:
-            verify_test_vectors(self._session, "the model")
+            verify_test_vectors(self, "the model")
             self._verified = True
         records: list[Record] = []
         for start in range(0, len(requests), self._batch):
@@ -153,68 +157,28 @@ class TritonPythonModel:
         lines = np.array([[to_json_line(record).rstrip()] for record in records], np.object_)
         return self._backend.InferenceResponse(output_tensors=[self._backend.Tensor(RECORD, lines)])
 
-    def _infer(self, images: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """Return the tensor model's outputs; raise StoppedEarly if the model is not loaded, or failed."""
-        backend = self._backend
-        response = backend.InferenceRequest(
-            model_name=self._model,
-            model_version=self._version,
-            requested_output_names=self._outputs,
-            inputs=[backend.Tensor(INPUT, images)],
-            # or a model on a GPU would leave its outputs there
-            preferred_memory=backend.PreferredMemory(backend.TRITONSERVER_MEMORY_CPU, 0),
-        ).exec()
-        if response.has_error():
-            raise StoppedEarly(f"model {self._model} did not answer: {response.error().message()}")
-        tensors = {name: backend.get_output_tensor_by_name(response, name) for name in self._outputs}
-        return {name: tensor.as_numpy() for name, tensor in tensors.items()}
+
+class _Parameters(msgspec.Struct):
+    """The parameters of config.pbtxt, which may have been edited by hand; `null` is no limit."""
+
+    model: str
+    model_sha256: str
+    top: _Positive
+    max_pixels: _Positive
+    decode_workers: _Positive
+    decode_timeout: Annotated[float, msgspec.Meta(gt=0)] | None
 
 
-def _read_metadata(path: Path) -> Metadata:
+def _parse_parameters(config: Mapping[str, Any]) -> tuple[_Parameters, InferenceOptions]:
+    texts = {key: value["string_value"] for key, value in config["parameters"].items()}
+    limits = {name: text for name, text in texts.items() if name in THRESHOLDS}
     try:
-        text = path.read_text("utf-8")
-    except OSError as error:
-        raise ArtifactError(
-            f"{path}: cannot be read ({error.strerror or error}); export the repository again"
-        ) from None
-    return Metadata.from_json(text, str(path))
-
-
-def _parse_options(parameters: Mapping[str, str], batch: int) -> InferenceOptions:
-    """Return the options in the parameters of config.pbtxt, which may have been edited by hand."""
-
-    def parse(name: str, convert: Callable[[str], Any], expected: str) -> Any:
-        text = parameters.get(name, "")
-        try:
-            return convert(text)
-        except ValueError:
-            raise UsageError(f"config.pbtxt: parameter {name} is {text!r}; expected {expected}") from None
-
-    return InferenceOptions(
-        batch=batch,
-        top=parse("top", _positive, "a positive number of classes"),
-        decision=Decision(
-            **{name: parse(name, _optional_number, "a number, or none") for name in THRESHOLDS if name in parameters}
-        ),
-        max_pixels=parse("max_pixels", _positive, "a positive number of pixels"),
-        workers=parse("decode_workers", _positive, "a positive number of processes"),
-        decode_timeout=parse("decode_timeout", _optional_number, "seconds, or none"),
-        isolate=True,
-        model_sha256=parameters.get(MODEL_SHA256),
-    )
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
-def _optional_number(text: str) -> float | None:
-    if text == "none":
-        return None
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError
-    return value
+        parameters = msgspec.convert(texts, _Parameters, strict=False)
+        decision = Decision.read(msgspec.convert(limits, dict[str, float | None], strict=False))
+    except msgspec.ValidationError as error:
+        raise UsageError(f"config.pbtxt: parameters: {error}") from None
+    return parameters, InferenceOptions(
+        batch=int(config["max_batch_size"]), top=parameters.top, decision=decision, max_pixels=parameters.max_pixels,
+        workers=parameters.decode_workers, decode_timeout=parameters.decode_timeout, isolate=True,
+        model_sha256=parameters.model_sha256,
+    )  # fmt: skip

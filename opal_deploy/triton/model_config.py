@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from opal_deploy._version import __version__
 from opal_deploy.artifact.engine_file import BatchRange
@@ -17,7 +18,16 @@ from opal_deploy.predict.types import InferenceOptions
 ONNX_BATCH = BatchRange(1, 8, 64)
 # keys of parameters that the explain model reads
 MODEL_SHA256, TENSOR_MODEL = "model_sha256", "model"
-LABELS_FILE = "labels.txt"
+_TYPES = {"uint8": "UINT8", "int32": "INT32", "float32": "FP32"}
+# Triton refuses further requests
+_QUEUE = {"default_queue_policy": {"max_queue_size": 256}}
+# on a GPU, ONNX Runtime would round the inputs of float32 convolutions to 10 bits (TF32)
+_NO_TF32 = {"execution_accelerators": {"gpu_execution_accelerator": {"name": "cuda", "parameters": {
+    "key": "use_tf32", "value": "0"}}}}  # fmt: skip
+
+
+class _Word(str):
+    """A name or a number of the text format, which is written without quotes."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +47,34 @@ def tensor_config(name: str, model: TensorModel) -> str:
     sizes = sorted({batch.opt, batch.max})
     specs = tensor_specs(metadata)
     pixels = specs.pop(INPUT)
-    warmup = "".join(_warmup(size, pixels) for size in sorted({1, *sizes}))
-    return "".join([
-        _header(name, model.backend, batch.max),
-        "# RGB; normalisation is in the graph\n" if metadata.input_kind == "uint8" else "# RGB, already normalised\n",
-        _tensor("input", INPUT, *_type(pixels)),
-        *(_tensor("output", output, *_type(spec), _describe_output(output, spec)) for output, spec in specs.items()),
-        f"dynamic_batching {{\n  preferred_batch_size: {sizes}\n{_QUEUE}}}\n",
-        "# one per GPU, or one on the CPU\ninstance_group [ { count: 1 } ]\n",
-        _NO_TF32 if model.backend == "onnxruntime" else "",
-        "# the first batch of a size is slow: Triton runs these sizes before it reports the model ready\n",
-        warmup,
-        _parameters({**_describe(model), **model.details}),
-    ])  # fmt: skip
+    kind, dims = _type(pixels)
+    zeros = {"key": INPUT, "value": {"data_type": _Word(f"TYPE_{kind}"), "dims": dims, "zero_data": _Word("true")}}
+    facts = {
+        "opal_deploy": __version__, MODEL_SHA256: model.sha256, "unverified": metadata.unverified,
+        "evidence": metadata.evidence, "precision": metadata.precision, "backbone": metadata.backbone,
+        "prototypes_per_class": str(metadata.prototypes_per_class), "grid": json.dumps(metadata.grid),
+        "class_names": json.dumps(metadata.class_names),
+    }  # fmt: skip
+    outputs = {output: _tensor(output, *_type(spec)) for output, spec in specs.items()}
+    for output in (output for output, (shape, _) in specs.items() if not shape):
+        # in the graph, N is its only dimension
+        outputs[output]["reshape"] = {"shape": []}
+    return _to_text({
+        "name": name,
+        "backend": model.backend,
+        "max_batch_size": batch.max,
+        "input": _tensor(INPUT, kind, dims),
+        "output": list(outputs.values()),
+        "dynamic_batching": {"preferred_batch_size": sizes, **_QUEUE},
+        # one per GPU, or one on the CPU
+        "instance_group": {"count": 1},
+        "optimization": _NO_TF32 if model.backend == "onnxruntime" else [],
+        # the first batch of a size is slow: Triton runs these sizes before it reports the model ready
+        "model_warmup": [
+            {"name": f"batch {size}", "batch_size": size, "inputs": zeros} for size in sorted({1, *sizes})
+        ],
+        "parameters": _parameters({**facts, **model.details}),
+    })  # fmt: skip
 
 
 def explain_config(name: str, model: TensorModel, options: InferenceOptions) -> str:
@@ -57,59 +82,29 @@ def explain_config(name: str, model: TensorModel, options: InferenceOptions) -> 
 
     The options of decoding and of records can be edited in the file.
     """
-    return "".join([
-        _header(name + EXPLAIN_SUFFIX, "python", model.batch.max),
-        "# an image file's bytes, such as those of a .jpg\n",
-        _tensor("input", IMAGE, "STRING", [1]),
-        "# `image` of the record; empty: null\n",
-        _tensor("input", NAME, "STRING", [1], "optional: true"),
-        "# x0, y0, x1, y1 in pixels of the oriented image, to crop to; NaN: the whole image\n",
-        _tensor("input", BOX, "FP32", [4], "optional: true"),
-        "# one record of `opal-deploy infer` per image, as JSON; an error record for an unreadable image\n",
-        _tensor("output", RECORD, "STRING", [1]),
-        f"dynamic_batching {{\n{_QUEUE}}}\n",
-        "# one process decodes while another waits for the tensor model\n",
-        "instance_group [ { count: 2 kind: KIND_CPU } ]\n",
-        _parameters({
+    optional = {"optional": _Word("true")}
+    return _to_text({
+        "name": name + EXPLAIN_SUFFIX,
+        "backend": "python",
+        "max_batch_size": model.batch.max,
+        "input": [
+            _tensor(IMAGE, "STRING", [1]), _tensor(NAME, "STRING", [1]) | optional, _tensor(BOX, "FP32", [4]) | optional
+        ],
+        "output": _tensor(RECORD, "STRING", [1]),
+        "dynamic_batching": _QUEUE,
+        # one process decodes while another waits for the tensor model
+        "instance_group": {"count": 2, "kind": _Word("KIND_CPU")},
+        "parameters": _parameters({
             TENSOR_MODEL: name,
             MODEL_SHA256: model.sha256,
             "opal_deploy": __version__,
             "top": str(options.top),
-            **{name: _optional(limit) for name, limit in options.decision.limits.items()},
+            **{limit: _optional(value) for limit, value in options.decision.limits.items()},
             "max_pixels": str(options.max_pixels),
             "decode_workers": str(options.workers),
             "decode_timeout": _optional(options.decode_timeout),
         }),
-    ])  # fmt: skip
-
-
-_TYPES = {"uint8": "UINT8", "int32": "INT32", "float32": "FP32"}
-# Triton refuses further requests
-_QUEUE = "  default_queue_policy { max_queue_size: 256 }\n"
-_NO_TF32 = """# on a GPU, ONNX Runtime would round the inputs of float32 convolutions to 10 bits (TF32)
-optimization {
-  execution_accelerators {
-    gpu_execution_accelerator: [ { name: "cuda" parameters { key: "use_tf32" value: "0" } } ]
-  }
-}
-"""
-
-
-def _header(name: str, backend: str, max_batch_size: int) -> str:
-    return f"name: {_quote(name)}\nbackend: {_quote(backend)}\nmax_batch_size: {max_batch_size}\n"
-
-
-def _tensor(field: str, name: str, kind: str, dims: Sequence[int], more: str = "") -> str:
-    end = f" {more}" if more else ""
-    return f"{field} [ {{ name: {_quote(name)} data_type: TYPE_{kind} dims: {list(dims)}{end} }} ]\n"
-
-
-def _describe_output(name: str, spec: TensorSpec) -> str:
-    """Return the extra fields of an output: its labels, or that N is its only dimension."""
-    if name == "logits":
-        return f'label_filename: "{LABELS_FILE}"'
-    shape, _ = spec
-    return "" if shape else "reshape { shape: [] }"
+    })  # fmt: skip
 
 
 def _type(spec: TensorSpec) -> tuple[str, list[int]]:
@@ -118,53 +113,35 @@ def _type(spec: TensorSpec) -> tuple[str, list[int]]:
     return _TYPES[dtype.name], list(shape) or [1]
 
 
-def _warmup(size: int, pixels: TensorSpec) -> str:
-    kind, dims = _type(pixels)
-    tensor = f'key: "{INPUT}" value {{ data_type: TYPE_{kind} dims: {dims} zero_data: true }}'
-    return f'model_warmup [ {{ name: "batch {size}" batch_size: {size} inputs {{ {tensor} }} }} ]\n'
-
-
-def _describe(model: TensorModel) -> dict[str, str]:
-    """Return facts about the model for clients; lists are JSON."""
-    metadata = model.metadata
-    return {
-        "opal_deploy": __version__,
-        MODEL_SHA256: model.sha256,
-        "file_sha256": metadata.file_sha256,
-        "checkpoint_sha256": str(metadata.source.get("sha256") or ""),
-        "unverified": metadata.unverified,
-        "evidence": metadata.evidence,
-        "precision": metadata.precision,
-        "backbone": metadata.backbone,
-        "distance": metadata.distance,
-        "prototypes_per_class": str(metadata.prototypes_per_class),
-        "grid": json.dumps(metadata.grid),
-        "class_names": json.dumps(metadata.class_names),
-    }
+def _tensor(name: str, kind: str, dims: Sequence[int]) -> dict[str, Any]:
+    return {"name": name, "data_type": _Word(f"TYPE_{kind}"), "dims": list(dims)}
 
 
 def _optional(value: float | None) -> str:
-    return "none" if value is None else f"{value:g}"
+    return "null" if value is None else f"{value:g}"
 
 
-def _parameters(values: Mapping[str, str]) -> str:
+def _parameters(values: Mapping[str, str]) -> list[dict[str, Any]]:
     # Triton refuses empty values
-    return "".join(
-        f"parameters {{ key: {_quote(key)} value {{ string_value: {_quote(value)} }} }}\n"
-        for key, value in values.items()
-        if value
-    )
+    return [{"key": key, "value": {"string_value": value}} for key, value in values.items() if value]
 
 
-def labels_text(class_names: Iterable[str]) -> str:
-    """Return labels.txt, one class name per line, for Triton's classification extension."""
-    return "".join(" ".join(name.split()) + "\n" for name in class_names)
+def _to_text(message: Mapping[str, Any]) -> str:
+    """Return a message as text, one field per line; a field that is repeated has a list."""
+    return "".join(f"{field}\n" for field in _format_fields(message))
+
+
+def _format_fields(message: Mapping[str, Any]) -> Iterator[str]:
+    for name, values in message.items():
+        for value in values if isinstance(values, list) else [values]:
+            if isinstance(value, Mapping):
+                yield f"{name} {{ {' '.join(_format_fields(value))} }}"
+            else:
+                is_text = isinstance(value, str) and not isinstance(value, _Word)
+                yield f"{name}: {_quote(value) if is_text else value}"
 
 
 def _quote(text: str) -> str:
     """Return a string literal of protobuf's text format: printable ASCII unchanged, other bytes in octal."""
-    escaped = "".join(
-        ("\\" if byte in b'"\\' else "") + chr(byte) if 0x20 <= byte < 0x7F else f"\\{byte:03o}"
-        for byte in text.encode()
-    )
-    return f'"{escaped}"'
+    plain = {byte: chr(byte) for byte in range(0x20, 0x7F)} | {ord(mark): f"\\{mark}" for mark in '"\\'}
+    return '"' + "".join(plain.get(byte, f"\\{byte:03o}") for byte in text.encode()) + '"'

@@ -52,7 +52,6 @@ from opal_deploy.visualization.pages import (
     read_evidence_script,
     read_style,
 )
-from opal_deploy.visualization.style import escape_unprintable
 
 ORT_WEB = "onnxruntime-web@1.30.0"
 # that version's files, script first, by execution provider; others were never tried with the page
@@ -83,8 +82,8 @@ class Site:
     Attributes:
         folder: new, empty, or with the site of an earlier export; a link to a folder is followed.
         ort_web: the npm package, or its folder `dist`; None: in `node_modules` of the working directory.
-        examples: a folder of pictures to try, of which six are taken, from its subfolders in turn. None: the best
-            patches of the atlas; without one, generated creatures if the model knows these, else no pictures.
+        examples: a folder of pictures to try, of which six are taken, from its subfolders in turn. None: generated
+            creatures if the model knows these, else no pictures.
         atlas: the model's atlas, whose best three patches of each slot are shown next to it.
         decision: thresholds that mark answers.
         webgpu: include ONNX Runtime's files for WebGPU, which the page prefers where their answers are exact.
@@ -109,25 +108,14 @@ class Site:
 
     def _check_folder(self) -> None:
         try:
-            if self.folder.exists() and not self.folder.is_dir():
-                raise UsageError(f"--web {self.folder}: found a file; expected a folder to write")
-            if not self.folder.is_dir() or not self._list_others():
-                return
+            # an interrupted export leaves its staging folder
+            others = self.folder.exists() and [name for name in os.listdir(self.folder) if name[:10] != _STAGING]
         except OSError as error:
             raise self._unwritable(error) from None
-        if not (self.folder / _DOCUMENT).is_file():
-            raise UsageError(f"--web {self.folder}: holds other files; give a new or an empty folder")
-        if not _read_manifest(self.folder):
-            raise UsageError(
-                f"--web {self.folder}: its {_DOCUMENT} does not list which files are a site's; give a new or an empty "
-                "folder"
-            )
-        if not self.overwrite:
+        if others and not _read_manifest(self.folder):
+            raise UsageError(f"--web {self.folder}: holds files that are no site's; give a new or an empty folder")
+        if others and not self.overwrite:
             raise UsageError(f"--web {self.folder}: the site exists; pass --overwrite to replace it")
-
-    def _list_others(self) -> list[str]:
-        """Return the names in the folder, except those that an interrupted export left."""
-        return [path.name for path in self.folder.iterdir() if not path.name.startswith(_STAGING)]
 
     def _unwritable(self, error: OSError) -> UsageError:
         return UsageError(f"--web {self.folder}: cannot be written ({error.strerror or error}); give another folder")
@@ -147,7 +135,7 @@ class Site:
         described = self._describe(model, fingerprint["sha256"], metadata, atlas)
         try:
             # a link to a folder stays a link
-            folder = Path(os.path.realpath(self.folder))
+            folder = self.folder.resolve()
             folder.mkdir(parents=True, exist_ok=True)
             for left in folder.glob(f"{_STAGING}*"):
                 shutil.rmtree(left)
@@ -173,7 +161,7 @@ class Site:
             (folder / name).write_text(text, encoding="utf-8")
         if atlas is not None:
             _write_patches(folder, atlas)
-        examples = list(self._write_examples(folder, metadata, atlas))
+        examples = list(self._write_examples(folder, metadata))
         files = [*_list_files(folder), _PAGE, _DOCUMENT]
         document = json.dumps(described | {"files": files}, allow_nan=False).encode() + b"\n"
         (folder / _DOCUMENT).write_bytes(document)
@@ -192,19 +180,16 @@ class Site:
     def _find_ort(self) -> list[Path]:
         """Return the files of ONNX Runtime Web; UsageError if they are missing or differ from the tested ones."""
         root = self.ort_web or _DEFAULT_ORT
-        found = []
+        paths = []
         wanted = {name: sha256 for provider in self._providers for name, sha256 in _ORT_FILES[provider].items()}
         for name, sha256 in wanted.items():
             path = next((path for path in (root / name, root / "dist" / name) if path.is_file()), None)
-            if path is None:
+            if path is None or compute_sha256(path) != sha256:
                 place = f"--ort-web {root}" if self.ort_web else f"--web: {root}"
-                raise UsageError(
-                    f"{place}: no {name}; get it with: npm install {ORT_WEB}, then give --ort-web {_DEFAULT_ORT}"
-                )
-            if compute_sha256(path) != sha256:
-                raise UsageError(f"{path}: not the file of {ORT_WEB}; install that version, which the page needs")
-            found.append(path)
-        return found
+                advice = f"npm install {ORT_WEB}, then give --ort-web {_DEFAULT_ORT}"
+                raise UsageError(f"{place}: no {name} of {ORT_WEB}; get it with: {advice}")
+            paths.append(path)
+        return paths
 
     def _list_examples(self) -> list[Path]:
         """Return the pictures of `examples` to show, from its subfolders in turn."""
@@ -216,27 +201,15 @@ class Site:
         turns = zip_longest(*(list(islice(group, _EXAMPLES)) for _, group in islice(folders, _EXAMPLES)))
         return [path for turn in turns for path in turn if path is not None][:_EXAMPLES]
 
-    def _write_examples(self, folder: Path, metadata: Metadata, atlas: Atlas | None) -> Iterator[tuple[str, str]]:
+    def _write_examples(self, folder: Path, metadata: Metadata) -> Iterator[tuple[str, str]]:
         """Write pictures to try, upright and no larger than a screen; yield their paths and descriptions."""
         shown: list[tuple[str, Image.Image]] = []
-        if chosen := self._list_examples():
-            broken: dict[Path, ImageError] = {}
-            for number, path in enumerate(chosen, 1):
-                try:
-                    shown.append((f"example {number}", to_display(decode(path).convert("RGB"))))
-                except ImageError as error:
-                    broken[path] = error
-            if broken:
-                (path, reason), *others = broken.items()
-                more = f" (and {', '.join(each.name for each, _ in others)})" if others else ""
-                raise UsageError(f"--examples {path}: {reason}{more}; remove what is not a picture")
-        elif atlas is not None:
-            for class_id, slots in islice(atlas.slots.items(), _EXAMPLES):
-                patches = chain(*(atlas.patches(class_id, slot)[:1] for slot in slots))
-                if (best := max(patches, key=lambda patch: patch.value, default=None)) is not None:
-                    name = escape_unprintable(atlas.class_names[class_id])
-                    shown.append((f"part of a training image, answered {name}", atlas.load_patch(best)))
-        elif {species.name for species in list_species(MAX_SPECIES)}.issuperset(metadata.class_names):
+        for number, path in enumerate(self._list_examples(), 1):
+            try:
+                shown.append((f"example {number}", to_display(decode(path).convert("RGB"))))
+            except ImageError as error:
+                raise UsageError(f"--examples {path}: {error}; remove what is not a picture") from None
+        if not shown and {species.name for species in list_species(MAX_SPECIES)}.issuperset(metadata.class_names):
             images = example_images(_GENERATED, 320, 320)
             shown = [(f"generated creature {i}", Image.fromarray(image)) for i, image in enumerate(images, 1)]
         (folder / "examples").mkdir()
@@ -248,7 +221,6 @@ class Site:
     def _describe(self, path: Path, digest: str, metadata: Metadata, atlas: Atlas | None) -> dict[str, Any]:
         """Return the content of model.json, without the list of files."""
         chosen = _choose_patches(atlas).items() if atlas else ()
-        class_map = metadata.class_map
         return {
             "kind": _KIND,
             "source": path.name,
@@ -264,7 +236,7 @@ class Site:
                 for provider in self._providers
             },
             "patches": {f"{class_id}/{slot}": [patch.file for patch in best] for (class_id, slot), best in chosen},
-            "class_map": class_map.to_dict(),
+            "class_map": metadata.class_map.to_dict(),
         }
 
 
@@ -305,33 +277,24 @@ def _replace_files(folder: Path, new: Path) -> int:
     Other files stay. While files are missing or mixed, the page detects that its model.json is from another export.
 
     Raises:
-        UsageError: another file, or a link out of the folder, is in the way; nothing was changed.
+        UsageError: another file is in the way; nothing was changed.
     """
     before, files = _read_manifest(folder), _list_files(new)
-    for file in {*before, *files}:
-        place = (folder / file).parent
-        if os.path.realpath(place) != str(place):
-            raise UsageError(f"{place}: a link, which leads out of the site; remove it, or give a new folder")
-        if file in files and file not in before and os.path.lexists(folder / file):
+    for file in files:
+        if file not in before and os.path.lexists(folder / file):
             raise UsageError(f"{folder / file}: not of the site, which needs its name; move it, or give a new folder")
     size = sum((new / file).stat().st_size for file in files)
-    stale = [file for file in before if file not in files]
     document = json.loads((new / _DOCUMENT).read_text("utf-8"))
-    # lists every file of the site, even while they are moved
+    # lists every file of both sites, even while they are moved
     partial = new / "partial.json"
-    partial.write_text(json.dumps(document | {"files": [*files, *stale]}), encoding="utf-8")
+    partial.write_text(json.dumps(document | {"files": [*files, *before]}), encoding="utf-8")
     partial.replace(folder / _DOCUMENT)
-    for file in files:
-        if file != _DOCUMENT:
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            (new / file).replace(folder / file)
-    for file in stale:
+    for file in set(before) - {*files}:
         (folder / file).unlink(missing_ok=True)
-        for parent in (folder / file).relative_to(folder).parents:
-            if parent.parts:
-                with suppress(OSError):
-                    (folder / parent).rmdir()
-    (new / _DOCUMENT).replace(folder / _DOCUMENT)
+    # the list of files comes last
+    for file in sorted(files, key=lambda file: file == _DOCUMENT):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (new / file).replace(folder / file)
     return size
 
 

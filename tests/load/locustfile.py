@@ -43,7 +43,6 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument("--model-name", help="The model's name in the server.")
     parser.add_argument("--log", help="CSV that gets a line for each request.")
     parser.add_argument("--rate", type=float, default=0.0, help="Photographs a second of each user; 0: one by one.")
-    parser.add_argument("--draw", type=float, default=0.0, help="Share of /explain that asks for an evidence sheet.")
     parser.add_argument("--hostile-users", type=int, default=0, help="So many of --users are hostile.")
     parser.add_argument("--close", action="store_true", help="A connection for each request.")
 
@@ -120,11 +119,8 @@ class _ImageUser(FastHttpUser):
         return self.environment.parsed_options
 
     def explain(self) -> None:
-        """Send a image as people's programs do: its bytes, for its record or its evidence sheet."""
+        """Send an image as people's programs do: its bytes, for its record."""
         data, expected = random.choice(self.images)
-        if random.random() < self._options.draw:
-            self._draw(data)
-            return
 
         def read(response: Any) -> Record:
             document = json.loads(response.content)
@@ -133,14 +129,6 @@ class _ImageUser(FastHttpUser):
 
         allowed = range(400, 500) if "error" in expected else (200,)
         self._post("explain", "/explain", data, {}, expected, allowed, read)
-
-    def _draw(self, data: bytes) -> None:
-        path = "/explain?format=sheet"
-        with self.client.post(path, data=cast(str, data), name="sheet", catch_response=True) as response:
-            if response.status_code == 429:
-                response.success()
-            elif not (response.content or b"").startswith(b"\x89PNG"):
-                response.failure(f"{response.status_code}: no PNG: {bytes(response.content or b'')[:200]!r}")
 
     def infer(self) -> None:
         """Send a image by the Open Inference Protocol, in binary."""

@@ -198,7 +198,7 @@ class Load:
 def soak(load: Load, options: argparse.Namespace) -> dict[str, Any]:
     """Send photographs for a long time: neither latency nor memory may grow."""
     with serving(options) as server:
-        sent = load.run(server, options.users, options.seconds, "PhotographUser", "--draw", str(options.draw))
+        sent = load.run(server, options.users, options.seconds, "PhotographUser")
         window = min(60.0, options.seconds / 3)
         return {**server.describe(), "soak": summarize(sent), "p99_last_over_first": p99_last_over_first(sent, window)}
 
@@ -276,7 +276,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="Length of each phase.")
     parser.add_argument("--users", type=int, default=8, help="Users that send photographs.")
     parser.add_argument("--hostile-users", type=int, default=8)
-    parser.add_argument("--draw", type=float, default=0.0, help="Share of soak's /explain requests for a sheet.")
     parser.add_argument("--serve-option", action="append", default=[], help="More for serve, such as --batch=16.")
     parser.add_argument("--work", type=Path, help="Folder for logs; default: a temporary one.")
     parser.add_argument("--out", type=Path, help="File for the summary; default: stdout.")

@@ -38,7 +38,7 @@ def serving():
 
 
 @contextmanager
-def _serving(sessions, *, path=Path("model.onnx"), limits=None, token=None, log=None, **options):
+def _serving(sessions, *, path=Path("model.onnx"), limits=None, token=None, log=None, signer=None, **options):
     inference = InferenceOptions(**{"batch": 4, "workers": 2, **options})
     with ExitStack() as stack:
         # no request is on its way when a test ends
@@ -46,7 +46,7 @@ def _serving(sessions, *, path=Path("model.onnx"), limits=None, token=None, log=
         state = ServerState(ServeOptions(**({"queue": 64} | (limits or {}))), token=token, log=log)
         stack.callback(state.close)
         for name, session in sessions.items():
-            state.start(name, path, [session], inference)
+            state.start(name, path, [session], inference, signer)
         placeholder = process.bind("127.0.0.1", 0)
         port, stopping, listening = placeholder.getsockname()[1], threading.Event(), threading.Event()
         serve = process.serve_app(create_app(state), state, placeholder, stopping.is_set, listening.set)

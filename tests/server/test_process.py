@@ -20,11 +20,11 @@ import pytest
 from opal_deploy.cli.serve import parse_models
 from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
 from opal_deploy.server.app import create_app
-from opal_deploy.server.health import check_health
 from opal_deploy.server.models import ServerState
 from opal_deploy.server.options import read_token
 from opal_deploy.server.process import bind, run_server
 from tests.bright import BrightSession, wait_until
+from tests.server.test_limits import send_pixels
 
 # an ONNX model is served where torch cannot be imported
 MAIN = "import sys; sys.modules['torch'] = None; from opal_deploy.cli import main; main()"
@@ -52,9 +52,8 @@ def test_a_stopping_server_listens_while_it_is_not_ready_and_a_second_signal_end
         name, port = url.removeprefix("http://").split(":")
         assert httpx.get(f"{url}/v2/models/{exact_model.stem}").status_code == 200
         with socket.create_connection((name, int(port))) as client:
-            # in work until its body is there
+            # in flight until its body is there
             client.sendall(b"POST /explain HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nsome")
-            wait_until(lambda: "opal_requests_in_progress 2.0" in httpx.get(f"{url}/metrics").text)
             process.send_signal(signal.SIGINT)
             assert process.stderr is not None
             while "Stopping after the requests in flight" not in process.stderr.readline():
@@ -84,12 +83,10 @@ def test_requests_in_flight_are_answered_before_the_end(request, monkeypatch):
         monkeypatch.setattr("opal_deploy.server.process._LAST_CALL_SECONDS", 0.5)
         assert idle.get("/v2/health/ready").status_code == 200
         hold = session.hold = threading.Event()
-        raw = {"Inference-Header-Content-Length": "0"}
         with ThreadPoolExecutor(3) as threads, server.connect() as upload:
-            url = f"{server.url}/v2/models/light/infer"
-            posts = [threads.submit(httpx.post, url, content=bytes(3072), headers=raw, timeout=60) for _ in "abc"]
+            posts = [threads.submit(send_pixels, server) for _ in "abc"]
             upload.sendall(b"POST /explain HTTP/1.1\r\nHost: localhost\r\nContent-Length: 8\r\n\r\nno i")
-            wait_until(lambda: server.state.admission.requests == 4)
+            wait_until(lambda: server.state.models[0].service.in_flight == 3)
             server.stopping.set()
             wait_until(lambda: server.state.problem)
             last = idle.get("/v2/health/ready")
@@ -101,22 +98,6 @@ def test_requests_in_flight_are_answered_before_the_end(request, monkeypatch):
             assert [post.result().status_code for post in posts] == [200] * 3
         server.thread.join(30)
         assert not server.thread.is_alive()
-
-
-def test_the_health_check_of_a_container_asks_its_server(request):
-    with request.getfixturevalue("serving")({}) as server:
-        port = server.url.rpartition(":")[2]
-        command = f"/opt/bin/python /opt/bin/opal-deploy --debug serve m.onnx --host=0.0.0.0 --port {port}".split()
-        # a server that drains is healthy
-        server.state.problem = "the server is stopping"
-        assert httpx.get(f"{server.url}/v2/health/ready").status_code == 503
-        assert check_health(command) is None
-        # a server whose device was lost answers until it ends
-        server.state.failed = True
-        assert "503" in str(check_health(command)) or not server.thread.is_alive()
-    assert "does not answer: " in str(check_health(command))
-    # nothing to ask
-    assert check_health(["opal-deploy", "infer", "serve"]) is check_health(["sleep", "9"]) is None
 
 
 def test_models_are_named_by_their_files_or_by_the_call(tmp_path):

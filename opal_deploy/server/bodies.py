@@ -1,16 +1,19 @@
-"""The bodies of the Open Inference Protocol, version 2: JSON that holds the tensors, or binary tensors after it.
+"""The bodies of requests and responses: read within limits on bytes and seconds; the protocol's JSON and tensors.
 
-The protocol is KServe's, binary tensors are Triton's extension. The header `Inference-Header-Content-Length` gives the
-length of a request's JSON; the tensors with a `binary_data_size` follow in their order. A length of 0 means no JSON:
-the whole body is the only input. Elements are little-endian and row-major; a BYTES element is its length as uint32,
-then its bytes.
+The Open Inference Protocol, version 2, is KServe's; binary tensors are Triton's extension. The header
+`Inference-Header-Content-Length` gives the length of a request's JSON; the tensors with a `binary_data_size` follow in
+their order. Elements are little-endian and row-major; a BYTES element is its length as uint32, then its bytes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import struct
-from collections.abc import Mapping, Sequence
+import time
+import zlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -22,7 +25,18 @@ import msgspec
 import numpy as np
 import orjson
 from numpy.typing import NDArray
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 
+from opal_deploy.server.options import ServeOptions
+
+# bodies of the largest size that may be in memory
+_LARGEST_BODIES = 8
+# bodies inflated concurrently: each takes up to twice `max_body` before it is counted
+_CONCURRENT_INFLATIONS = 2
+_ENCODINGS = ("gzip", "x-gzip", "deflate")
+_CHUNK, _INFLATE_SECONDS = 64 << 10, 5.0
+_CLIENT_LEFT = 499
 # numbers as an array, BYTES as a list of elements, one per row
 Tensor: TypeAlias = NDArray[Any] | list[bytes]
 
@@ -32,15 +46,104 @@ _ELEMENTS: dict[str, Any] = {
     "UINT8": Annotated[int, msgspec.Meta(ge=0, le=255)], "FP32": float | None, "BYTES": str
 }  # fmt: skip
 # parsing holds the interpreter's lock: this much takes a fifth of a second
-MAX_JSON_BYTES, MAX_JSON_VALUES, MAX_JSON_OBJECTS = 16 << 20, 1_000_000, 10_000
+MAX_JSON_BYTES, MAX_JSON_VALUES = 16 << 20, 1_000_000
 _LENGTH = struct.Struct("<I")
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class BadRequest(ValueError):
-    """A request that does not follow the protocol, or does not fit the model; attributes as of `HttpError`."""
+class BadRequest(HTTPException):
+    """A request that does not follow the protocol, or does not fit the model."""
 
-    status, code, headers = HTTPStatus.BAD_REQUEST, "bad_request", None
+    def __init__(self, reason: str) -> None:
+        super().__init__(HTTPStatus.BAD_REQUEST, reason)
+
+
+def busy(message: str) -> HTTPException:
+    """Return the error that tells a client to try again later."""
+    return HTTPException(HTTPStatus.TOO_MANY_REQUESTS, f"{message}; try again later", {"Retry-After": "1"})
+
+
+class BodyReader:
+    """Reads the bodies of all requests of one event loop; `held_bytes` of them are in memory."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._limit, self._seconds = options.max_body << 20, options.upload_timeout
+        self.held_bytes = 0
+        self._inflating = asyncio.Semaphore(_CONCURRENT_INFLATIONS)
+
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        """Yield a request's decompressed body, which counts as held until the block is left.
+
+        Raises HTTPException for a body that is too large, too slow or not what its headers say, if too many bytes are
+        held, and if the client leaves.
+        """
+        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        held: list[int] = []
+        try:
+            body = await self._read(request, held)
+            if encoding in _ENCODINGS:
+                async with self._inflating:
+                    # zlib releases the interpreter's lock
+                    body = await asyncio.to_thread(inflate, body, self._limit)
+                self._hold(held, len(body))
+            elif encoding not in ("", "identity"):
+                reason = f"Content-Encoding {encoding[:20]} found; expected gzip or deflate"
+                raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, reason)
+            yield body
+        finally:
+            self.held_bytes -= sum(held)
+
+    async def _read(self, request: Request, held: list[int]) -> bytes:
+        body, size = bytearray(), 0
+        announced = request.headers.get("content-length", "0")
+        is_kept = not announced.isdigit() or int(announced) <= self._limit
+        try:
+            async with asyncio.timeout(self._seconds):
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    # a client that is still sending reads the answer only if the rest of its body is taken
+                    if is_kept and size <= self._limit:
+                        self._hold(held, len(chunk))
+                        body += chunk
+        except TimeoutError:
+            reason = f"{size:,} bytes found after {self._seconds:g} s; expected the whole body"
+            raise HTTPException(HTTPStatus.REQUEST_TIMEOUT, reason, {"Connection": "close"}) from None
+        except ClientDisconnect:
+            # nobody reads the response; nginx's number is for the log
+            raise HTTPException(_CLIENT_LEFT, "the client left") from None
+        if size > self._limit:
+            raise _too_large(self._limit)
+        return bytes(body)
+
+    def _hold(self, held: list[int], count: int) -> None:
+        if self.held_bytes + count > _LARGEST_BODIES * self._limit:
+            raise busy(f"requests hold {self.held_bytes:,} bytes")
+        self.held_bytes += count
+        held.append(count)
+
+
+def inflate(data: bytes, limit: int) -> bytes:
+    """Return the bytes of one gzip member or of zlib data; raise HTTPException if damaged, too large or too costly."""
+    inflated, deadline = bytearray(), time.monotonic() + _INFLATE_SECONDS
+    decompressor = zlib.decompressobj(zlib.MAX_WBITS | 32)
+    try:
+        for start in range(0, len(data), _CHUNK):
+            if decompressor.eof or time.monotonic() > deadline:
+                raise BadRequest(f"the body has several gzip members, or inflates for over {_INFLATE_SECONDS} s")
+            inflated += decompressor.decompress(data[start : start + _CHUNK], limit + 1 - len(inflated))
+            if len(inflated) > limit:
+                raise _too_large(limit)
+    except zlib.error as error:
+        raise BadRequest(f"the body is not valid gzip or deflate: {str(error)[:80]}") from None
+    if not decompressor.eof or decompressor.unused_data:
+        raise BadRequest("the body's gzip or deflate data is truncated, or has several gzip members")
+    return bytes(inflated)
+
+
+def _too_large(limit: int) -> HTTPException:
+    reason = f"the body is too large; expected at most {limit:,} bytes, decompressed (--max-body)"
+    return HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
 
 
 @dataclass(frozen=True)
@@ -73,10 +176,8 @@ class InferRequest:
 class _Parameters(msgspec.Struct):
     binary_data_size: _Size | None = None
     content_type: str = ""
-    shared_memory_region: Any = None
     binary_data: bool | None = None
     binary_data_output: bool = False
-    classification: int = 0
 
 
 class _Output(msgspec.Struct):
@@ -98,31 +199,23 @@ class _Document(msgspec.Struct):
 
 
 def parse_request(
-    body: bytes,
-    json_size: int | None,
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
-    max_images: int,
+    body: bytes, json_size: int, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], max_images: int
 ) -> InferRequest:
     """Parse the body of a request; raise BadRequest if it does not follow the protocol, or does not fit the model.
 
     Args:
         body: the whole body.
-        json_size: the header Inference-Header-Content-Length; None: all of the body is JSON.
+        json_size: bytes of JSON before the binary tensors.
         inputs, outputs: the model's.
         max_images: maximum number of rows, checked before memory is taken for them.
     """
-    if json_size == 0:
-        return _parse_raw(body, inputs, outputs)
-    if json_size is not None and json_size > len(body):
-        raise BadRequest(f"Inference-Header-Content-Length is {json_size}, and the body has {len(body)} bytes")
-    document = _load_json(body[:json_size])
+    if json_size > len(body):
+        raise BadRequest(f"{json_size} bytes of JSON announced, and the body has {len(body)} bytes")
+    document = _parse_json(body[:json_size])
     tensors: dict[str, Tensor] = {}
-    binary = memoryview(body)[len(body) if json_size is None else json_size :]
+    binary = memoryview(body)[json_size:]
     for raw in document.inputs:
         spec = _find_spec(raw.name, inputs, "input")
-        if spec.name in tensors:
-            raise BadRequest(f"input {spec.name!r} is given twice")
         shape, size = _read_shape(raw, spec), raw.parameters.binary_data_size
         if shape[0] > max_images:
             raise BadRequest(f"{shape[0]} images found; expected at most {max_images}; send several requests")
@@ -175,26 +268,10 @@ def _encode_binary(tensor: Tensor) -> bytes:
     return np.ascontiguousarray(tensor).tobytes()
 
 
-def _parse_raw(body: bytes, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> InferRequest:
-    """Parse a body that is the model's only required input: one BYTES element, or images as numbers."""
-    (spec,) = [spec for spec in inputs if not spec.optional]
-    tensor: Tensor = [body]
-    if spec.datatype != "BYTES":
-        row = prod(spec.shape[1:]) * DTYPES[spec.datatype].itemsize
-        if not body or len(body) % row:
-            raise BadRequest(f"{len(body)} bytes found; expected a multiple of {row}, {spec}")
-        tensor = np.frombuffer(body, DTYPES[spec.datatype]).reshape(-1, *spec.shape[1:])
-    return InferRequest("", {spec.name: tensor}, {spec.name: True for spec in outputs})
-
-
-def _load_json(body: bytes) -> _Document:
-    for count, limit, unit in (
-        (len(body), MAX_JSON_BYTES, "bytes"),
-        (body.count(b",") + 1, MAX_JSON_VALUES, "values"),
-        (body.count(b"{"), MAX_JSON_OBJECTS, "objects"),
-    ):
-        if count > limit:
-            raise BadRequest(f"{count:,} {unit} of JSON found; expected at most {limit:,}; send binary tensors")
+def _parse_json(body: bytes) -> _Document:
+    if len(body) > MAX_JSON_BYTES or body.count(b",") >= MAX_JSON_VALUES:
+        limits = f"{MAX_JSON_BYTES:,} bytes and {MAX_JSON_VALUES:,} values"
+        raise BadRequest(f"{len(body):,} bytes of JSON found; expected at most {limits}; send binary tensors")
     try:
         return msgspec.json.decode(body, type=_Document)
     except (ValueError, RecursionError) as error:
@@ -209,8 +286,6 @@ def _find_spec(name: str, specs: Sequence[TensorSpec], kind: str) -> TensorSpec:
 
 
 def _read_shape(raw: _Input, spec: TensorSpec) -> tuple[int, ...]:
-    if raw.parameters.shared_memory_region is not None:
-        raise spec.refuse("shared memory is not supported; send the tensor in the body")
     if raw.datatype != spec.datatype:
         raise spec.refuse(f"datatype {raw.datatype[:20]} found; expected {spec.datatype}")
     # KServe's clients omit the 1 of [N, 1]
@@ -222,28 +297,21 @@ def _read_shape(raw: _Input, spec: TensorSpec) -> tuple[int, ...]:
 
 
 def _parse_binary(data: memoryview, spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
-    if spec.datatype == "BYTES":
-        return _split_elements(data, spec, prod(shape))
-    size = prod(shape) * DTYPES[spec.datatype].itemsize
-    if len(data) != size:
-        raise spec.refuse(f"{len(data)} bytes found; expected {size} for {list(shape)}")
-    return np.frombuffer(data, DTYPES[spec.datatype]).reshape(shape)
-
-
-def _split_elements(data: memoryview, spec: TensorSpec, count: int) -> list[bytes]:
+    if spec.datatype != "BYTES":
+        size = prod(shape) * DTYPES[spec.datatype].itemsize
+        if len(data) != size:
+            raise spec.refuse(f"{len(data)} bytes found; expected {size} for {list(shape)}")
+        return np.frombuffer(data, DTYPES[spec.datatype]).reshape(shape)
     elements: list[bytes] = []
     offset = 0
-    while offset < len(data) and len(elements) < count:
-        end = offset + _LENGTH.size
-        if end <= len(data):
-            end += _LENGTH.unpack_from(data, offset)[0]
-        if end > len(data):
-            raise spec.refuse(f"element {len(elements)} exceeds the tensor's {len(data)} bytes")
-        elements.append(bytes(data[offset + _LENGTH.size : end]))
-        offset = end
-    if len(elements) != count or offset != len(data):
-        left = len(data) - offset
-        raise spec.refuse(f"{len(elements)} elements and {left} more bytes found; expected {count} elements")
+    # a length that is cut off ends the loop
+    with suppress(struct.error):
+        for _ in range(shape[0]):
+            (length,) = _LENGTH.unpack_from(data, offset)
+            offset += _LENGTH.size + length
+            elements.append(bytes(data[offset - length : offset]))
+    if len(elements) != shape[0] or offset != len(data):
+        raise spec.refuse(f"{len(data)} bytes are not {shape[0]} elements")
     return elements
 
 
@@ -275,8 +343,6 @@ def _choose_outputs(document: _Document, outputs: Sequence[TensorSpec]) -> dict[
     default = document.parameters.binary_data_output
     chosen = {}
     for output in document.outputs or ():
-        if output.parameters.classification:
-            raise BadRequest("classification is not supported; the explain model lists the top classes")
         binary = output.parameters.binary_data
         chosen[_find_spec(output.name, outputs, "output").name] = default if binary is None else binary
     return chosen or {spec.name: default for spec in outputs}
