@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +17,11 @@ import onnxruntime
 
 from opal_deploy._version import __version__
 from opal_deploy.artifact import onnx_file, test_vectors
-from opal_deploy.artifact.engine_file import check_engine
-from opal_deploy.artifact.files import ONNX_SUFFIX, atomic_write, is_same_file, remove_temporary_files
+from opal_deploy.artifact.files import ONNX_SUFFIX, atomic_write, remove_temporary_files
 from opal_deploy.artifact.metadata import BLANK_DIGEST, Metadata, Precision
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError
 from opal_deploy.export.candidate import (
     ExportCandidate,
-    ExportSource,
     convert_precision,
     drop_other_outputs,
     refine_precision,
@@ -32,24 +29,12 @@ from opal_deploy.export.candidate import (
     with_top_classes,
 )
 from opal_deploy.export.engine import stage_engines
-from opal_deploy.export.files import (
-    EngineTargets,
-    ExportedEngine,
-    ExportedOnnx,
-    ExportResult,
-    ExportTargets,
-    engine_name,
-)
-from opal_deploy.export.onnx_source import OnnxSource
 from opal_deploy.export.options import ExportOptions
+from opal_deploy.export.plan import ExportedEngine, ExportedOnnx, ExportPlan, ExportResult
 from opal_deploy.export.portable import opset_of, to_file_opset
-from opal_deploy.export.verification import verification_error, verify_candidate
-from opal_deploy.logs import WarningLine
+from opal_deploy.export.verification import verify_candidate
 from opal_deploy.runtime.onnx_session import OnnxSession
-from opal_deploy.runtime.verification import verify_test_vectors, wide_batch
-from opal_deploy.triton.repository import Repository
-
-NOT_VERIFIED = "exported with --no-verify"
+from opal_deploy.runtime.verification import verify_file, verify_test_vectors
 
 
 class StagedOnnx(NamedTuple):
@@ -59,45 +44,37 @@ class StagedOnnx(NamedTuple):
     temporary: Path
 
 
-def export(source: ExportSource, targets: ExportTargets, options: ExportOptions | None = None) -> ExportResult:
+def export(plan: ExportPlan) -> ExportResult:
     """Write ONNX files and engines: all of them, or none if one fails.
 
     Every ONNX file is compared with the source's reference on the same images (docs/precision.md).
 
     Raises:
-        ArtifactError: an ONNX source is not ours or damaged, a weight is beyond a precision's range, or TensorRT's
-            parser refuses a graph.
+        ArtifactError: an ONNX source is damaged, a weight is beyond a precision's range, or TensorRT's parser refuses a
+            graph.
         VerificationError: a file does not reproduce its reference, or an engine its test vectors.
-        UsageError: an option does not fit the source, another file is in the way, the builder fails, or a file cannot
-            be written.
+        UsageError: another file is in the way, the builder fails, or a file cannot be written.
     """
-    options = options or ExportOptions()
+    source, options = plan.source, plan.options
     with ExitStack() as stack:
+        kept = _find_kept_files(plan)
+        missing = [precision for precision in plan.onnx if precision not in kept]
+        candidate = source.build_candidate(missing, options) if missing else None
         staged: list[StagedOnnx] = []
-        kept = _find_kept_files(source, targets, options)
-        if targets.onnx:
-            missing = [precision for precision in targets.onnx if precision not in kept]
-            candidate = source.build_candidate(missing, options) if missing else None
-            for precision, path in targets.onnx.items():
-                if candidate is None or precision in kept:
-                    staged.append(StagedOnnx(ExportedOnnx(path, kept[precision], None, kept=True), path))
-                    continue
+        for precision, path in plan.onnx.items():
+            if candidate is None or precision in kept:
+                staged.append(StagedOnnx(ExportedOnnx(path, kept[precision], None, kept=True), path))
+            else:
                 converted = convert_precision(candidate, precision, options)
                 staged.append(_stage_first_to_pass(stack, converted, path, options))
-            built_from, name = staged[-1].temporary, staged[-1].exported.path.name
-        elif isinstance(source, OnnxSource):
-            if source.origin.int8_activations == "uint8":
-                raise UsageError(
-                    f"{source.path}: made for processors (uint8 activations), which TensorRT does not take; export the "
-                    "checkpoint with --trt --precision int8"
-                )
-            source.verify(options)
-            built_from, name = source.path, source.path.name
-        else:
-            raise ValueError("a checkpoint is exported to ONNX files, and engines are built from these")
+        if not plan.onnx:
+            verify_file(source.path, verify=options.verify, threads=options.threads, log=options.log)
         engines: list[ExportedEngine] = []
-        if targets.engines is not None:
-            engines = stack.enter_context(stage_engines(built_from, name, targets.engines, options))
+        if plan.engines is not None:
+            file, name = source.path, source.path.name
+            if staged:
+                file, name = staged[-1].temporary, staged[-1].exported.path.name
+            engines = stack.enter_context(stage_engines(file, name, plan.engines, options))
     return ExportResult(source.path, [file.exported for file in staged], engines)
 
 
@@ -105,12 +82,11 @@ def _stage_first_to_pass(
     stack: ExitStack, candidate: ExportCandidate, path: Path, options: ExportOptions
 ) -> StagedOnnx:
     """Stage a candidate, or the first of its refinements that passes its gate; if none does, raise the last error."""
-    refused: VerificationError | None = None
-    for attempt in refine_precision(candidate, options.threads):
-        if refused is not None:
+    refused, listed = VerificationError(""), options.listed_classes
+    for number, attempt in enumerate(refine_precision(candidate, options.threads)):
+        if number:
             options.log(f"Refused: {refused}")
             options.log(f"Trying again, quantised: {attempt.metadata.exporter['quantised']}")
-        listed = options.listed_classes
         try:
             selected = attempt if listed is None else with_top_classes(attempt, listed)
             if options.input == "image":
@@ -119,7 +95,6 @@ def _stage_first_to_pass(
             return stack.enter_context(stage_onnx(selected, path, options))
         except VerificationError as error:
             refused = error
-    assert refused is not None
     raise refused
 
 
@@ -137,7 +112,7 @@ def stage_onnx(candidate: ExportCandidate, path: Path, options: ExportOptions) -
         candidate.metadata,
         test_vectors=test_vectors.pack(candidate.test_vectors),
         exporter=_describe_exporter(candidate, options),
-        verification={} if options.verify else {"skipped": NOT_VERIFIED},
+        verification={} if options.verify else {"skipped": "exported with --no-verify"},
         file_sha256=BLANK_DIGEST,
     )
     with atomic_write(path, replace=options.overwrite) as temporary:
@@ -147,7 +122,7 @@ def stage_onnx(candidate: ExportCandidate, path: Path, options: ExportOptions) -
             verification = verify_candidate(described, path, options.threads, options.log)
             comparison = verification.comparison
             if not comparison:
-                raise verification_error(verification, path.name)
+                raise verification.error(path.name)
             doubt = {"skipped": candidate.unverified} if candidate.unverified else {}
             metadata = replace(metadata, verification={**verification.document, **doubt})
         described = replace(candidate, metadata=metadata)
@@ -162,20 +137,7 @@ def stage_onnx(candidate: ExportCandidate, path: Path, options: ExportOptions) -
                 verify_test_vectors(OnnxSession(temporary, device="cpu", threads=options.threads), path.name)
             except VerificationError as error:
                 raise VerificationError(f"{path.name} was not written: {error}") from None
-        if options.verify and metadata.is_for_openvino and find_spec("openvino") is not None:
-            _check_in_openvino(temporary, path.name, options)
         yield StagedOnnx(ExportedOnnx(path, replace(metadata, file_sha256=digest), comparison), temporary)
-
-
-def _check_in_openvino(temporary: Path, name: str, options: ExportOptions) -> None:
-    """Warn where OpenVINO does not reproduce the test vectors of a file that is made for it."""
-    from opal_deploy.runtime.openvino_session import OpenvinoSession
-
-    try:
-        session = OpenvinoSession(temporary, threads=options.threads)
-        verify_test_vectors(session, name, wide_batch(session.metadata))
-    except (ArtifactError, VerificationError) as error:
-        options.log(WarningLine(str(error)))
 
 
 def _describe_exporter(candidate: ExportCandidate, options: ExportOptions) -> dict[str, Any]:
@@ -193,112 +155,59 @@ def _describe_exporter(candidate: ExportCandidate, options: ExportOptions) -> di
     }
 
 
-def _find_kept_files(source: ExportSource, targets: ExportTargets, options: ExportOptions) -> dict[Precision, Metadata]:
+def _find_kept_files(plan: ExportPlan) -> dict[Precision, Metadata]:
     """Return the metadata of ONNX files that exist as this export would write them.
 
     Raises:
-        UsageError: another file is in the way of an ONNX file or an engine, without `overwrite`.
+        UsageError: another file is in the way of an ONNX file, without `overwrite`.
     """
-    for precision, path in targets.onnx.items():
+    for path in plan.onnx.values():
         remove_temporary_files(path)
-        # in its own precision the source is verified again
-        is_other = options.overwrite and source.onnx_precision not in (None, precision)
-        if is_other and is_same_file(path, source.path):
-            raise UsageError(f"{path}: this is the model to export; give another --out")
-    if options.overwrite:
-        return {}
     kept = {}
-    existing = {precision: path for precision, path in targets.onnx.items() if path.exists()}
-    for precision, path in existing.items():
+    for precision, path in plan.onnx.items():
+        if plan.options.overwrite or not path.exists():
+            continue
         try:
             metadata = onnx_file.read_metadata(path)
             onnx_file.check_digest(path, metadata)
         except ArtifactError:
             raise _in_the_way(path, "not an exported file, or a damaged one") from None
-        _check_same(path, metadata, source, precision, options)
+        existing, requested = _describe_file(metadata), _describe_request(plan, precision)
+        if requested["checkpoint"] is None or existing != requested:
+            others = ", ".join(name for name in existing if existing[name] != requested[name])
+            raise _in_the_way(path, f"of {metadata.checkpoint_name}, exported with other {others or 'weights'}")
         kept[precision] = metadata
-    if targets.engines is not None and not options.rebuild and len(kept) < len(targets.onnx):
-        *_, (precision, path) = targets.onnx.items()
-        _check_engines(targets.engines, path, source, precision, options)
     return kept
 
 
-def _check_engines(
-    engines: EngineTargets, path: Path, source: ExportSource, precision: Precision, options: ExportOptions
-) -> None:
-    """Check the engines of an ONNX file that does not exist yet; where it does, its graph decides at the build."""
-    for target in engines.targets:
-        engine = engines.folder / engine_name(path.stem, precision, target)
-        if not engine.exists():
-            continue
-        try:
-            sidecar = check_engine(engine)
-        except ArtifactError:
-            raise _in_the_way(engine, "not an exported engine, or a damaged one") from None
-        _check_same(engine, sidecar.metadata, source, precision, options)
-        if sidecar.options != options.to_dict() or sidecar.builder["name"] != target.builder:
-            raise _in_the_way(engine, "built with other options")
-
-
-def check_repository(repository: Repository, source: ExportSource, options: ExportOptions) -> None:
-    """Raise UsageError, before the export, for models of another source or options in a Triton repository.
-
-    They may be replaced with `overwrite`.
-    """
-    metadata = None if repository.overwrite else repository.read_existing()
-    if metadata is not None:
-        path = repository.folder / repository.name
-        _check_same(path, metadata, source, options.precision or "fp32", options, advice="--name")
-
-
-def _check_same(
-    path: Path,
-    metadata: Metadata,
-    source: ExportSource,
-    precision: Precision,
-    options: ExportOptions,
-    advice: str = "--out",
-) -> None:
-    """Raise UsageError unless the file matches the source and these options."""
-    found, expected = _describe_file(metadata), _describe_request(source, precision, options)
-    if expected["checkpoint"] is not None and found == expected:
-        return
-    checkpoint = f"of {metadata.checkpoint_name} (sha256 {str(found['checkpoint'])[:12]})"
-    if found["checkpoint"] != expected["checkpoint"]:
-        other = f"{checkpoint}, not of this checkpoint ({str(expected['checkpoint'])[:12]})"
-        raise _in_the_way(path, other, advice)
-    others = ", ".join(name for name in found if found[name] != expected[name])
-    raise _in_the_way(path, f"{checkpoint}, the same checkpoint, exported with other {others or 'weights'}", advice)
-
-
-def _in_the_way(path: Path, what: str, advice: str = "--out") -> UsageError:
-    return UsageError(f"{path}: the file exists, {what}; choose another {advice}, or pass --overwrite to replace it")
+def _in_the_way(path: Path, what: str) -> UsageError:
+    return UsageError(f"{path}: the file exists, {what}; choose another --out, or pass --overwrite to replace it")
 
 
 def _describe_file(metadata: Metadata) -> dict[str, Any]:
+    """Return what a file was made from and how."""
     exporter = metadata.exporter
     return {
         **_describe_origin(metadata),
         "precision": metadata.precision,
         "input": metadata.input_kind,
         "outputs": ["attention" in metadata.outputs, metadata.has_output("ood_score"), metadata.top_k],
-        "images": exporter.get("images"),
-        "calibration images": exporter.get("calibrate"),
+        "images": [exporter.get("images"), exporter.get("calibrate")],
         "activations": metadata.int8_activations,
         "verification": not metadata.unverified,
         "versions": [exporter.get(name) for name in ("opal_deploy", "onnx", "onnxruntime")],
     }
 
 
-def _describe_request(source: ExportSource, precision: Precision, options: ExportOptions) -> dict[str, Any]:
-    origin = source.origin
+def _describe_request(plan: ExportPlan, precision: Precision) -> dict[str, Any]:
+    """Return what `_describe_file` does of the file that the plan would write."""
+    options, origin = plan.options, plan.source.origin
     return {
         **_describe_origin(origin),
         "precision": precision,
         "input": options.input,
         "outputs": [options.attention, origin.has_output("ood_score"), options.listed_classes],
-        "images": None if options.images is None else str(options.images),
-        "calibration images": None if options.calibrate is None else str(options.calibrate),
+        "images": [None if path is None else str(path) for path in (options.images, options.calibrate)],
         "activations": options.int8_activations if precision == "int8" else None,
         "verification": options.verify and not origin.unverified,
         "versions": [__version__, onnx.__version__, onnxruntime.__version__],

@@ -171,8 +171,6 @@ def _read_engine(path: Path) -> TensorModel:
             f"{path}: Triton's tensorrt backend does not run engines of TensorRT for RTX; give the ONNX file, or a "
             "TensorRT engine (export --trt --builder tensorrt)"
         )
-    if sidecar.options.get("strip_weights"):
-        raise UsageError(f"{path}: the engine has no weights; give one built without --strip-weights")
     if sidecar.batch.min > 1:
         raise UsageError(
             f"{path}: the engine's smallest batch is {sidecar.batch.min}, and Triton also sends single images; build "
