@@ -16,7 +16,7 @@
 # OUT:    a folder (default gpu-results) for small files: log (every step with its time, its output and what to look at),
 #         bench.jsonl (measurements, see tools/results/README.md), gpu.csv
 #         (the GPU's use five times a second; its times are those of the log), doctor.json, demo.json, reproduce.json.
-# STEPS:  tests pipeline settings head nine rest demo, and reproduce where CUB100 (the folder of the hundred bird
+# STEPS:  tests pipeline head nine rest demo, and reproduce where CUB100 (the folder of the hundred bird
 #         classes) and RESNET50 (a file of its ImageNet weights) are set: the paper's protocol, OPAL against the linear head.
 #
 # Lines that begin with LOOK say what to read after a group, what it should be near, and which claim of README.md or of the
@@ -242,16 +242,6 @@ measure_infer() { # name, model, images
     --repeats "$repeats" --no-explain --out "$results"
 }
 
-settings() {
-  make_models
-  local name
-  for name in "${two[@]}"; do
-    step "settings_$name" 20 "${opal[@]}" bench throughput --model "$work/$name.onnx" --device "$device" \
-      --batch "$batch" "${quick[@]}" --out "$results"
-  done
-  look "settings_*: images_per_second. resnet50 fp16, which runs in NHWC: at most 22,000 images/s, and 13,000 in NCHW."
-}
-
 head_ratio() {
   local name
   # ONNX Runtime compiles nothing: the answer comes early. Making the two files takes half a minute or more
@@ -334,12 +324,12 @@ reproduce() {
     "  'No table of the paper was reproduced with its protocol' (README.md, limits.md)."
 }
 
-for group in ${STEPS:-tests pipeline settings head nine rest demo reproduce}; do
+for group in ${STEPS:-tests pipeline head nine rest demo reproduce}; do
   case $group in
     head) head_ratio ;;
     nine) nine_backbones ;;
-    tests | pipeline | settings | rest | demo | reproduce) "$group" ;;
-    *) echo "STEPS: no group $group; expected tests, pipeline, settings, head, nine, rest, demo, reproduce" | tee -a "$log" ;;
+    tests | pipeline | rest | demo | reproduce) "$group" ;;
+    *) echo "STEPS: no group $group; expected tests, pipeline, head, nine, rest, demo, reproduce" | tee -a "$log" ;;
   esac
 done
 [ -n "${PRINT:-}" ] || echo "$(date +%T) done, $(left) s left" | tee -a "$log"

@@ -68,34 +68,34 @@ def choose_engine_targets(
         UsageError: no builder here can build for a GPU.
     """
     gpu = driver.gpus[0] if driver.gpus else None
-    here = sm_name(gpu.compute_capability) if gpu else None
+    present = sm_name(gpu.compute_capability) if gpu else None
     chosen = list(dict.fromkeys(map(parse_target, options.target)))
-    elsewhere = [sm for sm in chosen if sm != here]
+    elsewhere = [sm for sm in chosen if sm != present]
     own = gpu is not None and not elsewhere and version_of(TENSORRT) is not None
     builder: str = options.builder or (TENSORRT if own else TENSORRT_RTX)
     if version_of(builder) is None:
         raise MissingExtra(f"{builder}-cu13", EXTRAS[builder], f"export --trt with --builder {builder}")
     if builder == TENSORRT_RTX:
-        return [_ahead_of_time(sm, gpu, here) for sm in chosen or [here or DEFAULT_TARGET]]
+        return [_ahead_of_time(sm, gpu, present) for sm in chosen or [present or DEFAULT_TARGET]]
     if gpu is None or elsewhere:
-        present = f"{gpu.name} ({here})" if gpu else driver.problem or "none is here"
+        where = f"{gpu.name} ({present})" if gpu else driver.problem or "none is here"
         raise UsageError(
-            f"--builder tensorrt: builds only for the GPU present, {present}; run this command on the target, or use "
+            f"--builder tensorrt: builds only for the GPU present, {where}; run this command on the target, or use "
             "--builder tensorrt-rtx"
         )
-    return [EngineTarget(TENSORRT, str(here), gpu, f"{TITLES[TENSORRT]} and {gpu.name} are present")]
+    return [EngineTarget(TENSORRT, str(present), gpu, f"{TITLES[TENSORRT]} and {gpu.name} are present")]
 
 
-def _ahead_of_time(sm: str, gpu: Gpu | None, here: str | None) -> EngineTarget:
+def _ahead_of_time(sm: str, gpu: Gpu | None, present: str | None) -> EngineTarget:
     if sm not in AHEAD_OF_TIME:
         raise UsageError(
             f"{describe_target(sm)}: {TITLES[TENSORRT_RTX]} builds for {', '.join(AHEAD_OF_TIME)}; install TensorRT on "
             f"that machine ({install_command('trt')}) and run this command there with the ONNX file, or run that file "
             f"with ONNX Runtime ({install_command('gpu')})"
         )
-    if sm == here and gpu is not None:
+    if sm == present and gpu is not None:
         return EngineTarget(TENSORRT_RTX, sm, gpu, f"ahead of time, for the GPU present ({gpu.name})")
-    why = "no GPU here" if gpu is None else f"not the GPU present, {here}"
+    why = "no GPU here" if gpu is None else f"not the GPU present, {present}"
     return EngineTarget(TENSORRT_RTX, sm, None, f"ahead of time: {why}")
 
 

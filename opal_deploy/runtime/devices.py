@@ -104,10 +104,10 @@ def default_workers(cores: int | None = None) -> int:
 def is_importable(module: str) -> bool:
     """Return whether a package is installed, without importing it; an empty folder left behind does not count."""
     try:
-        found = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         return False
-    return found is not None and found.origin is not None
+    return spec is not None and spec.origin is not None
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Gate:
             return GATES[metadata.precision]
         # limits that a file lacks are those of fp32
         limits = GATES["fp32"].to_dict() | recorded
-        names = [each.name for each in fields(Gate) if each.name != "others"]
+        names = [limit.name for limit in fields(Gate) if limit.name != "others"]
         return Gate(**{name: limits[name] for name in names}, others={name: limits[name] for name in PER_IMAGE})
 
     def to_dict(self) -> dict[str, float]:

@@ -83,7 +83,7 @@ class BufferPool:
         """Return a set of this capacity that is not in flight, allocated if there is none."""
         sets = self._sets.setdefault(capacity, [])
         # in turn, so that the copies of a part never wait for the kernels of the last one
-        free = next((each for each in sets if each not in in_flight), None)
+        free = next((buffers for buffers in sets if buffers not in in_flight), None)
         if free is None:
             free = self._allocate(capacity)
         else:
@@ -312,7 +312,9 @@ class PipelineSession:
                 if len(self._running) == DEPTH:
                     self._finish_oldest()
                 rows = self._kernels.rows(len(part))
-                buffers = self._buffers.take(self._kernels.capacity(rows), [each.buffers for each in self._running])
+                buffers = self._buffers.take(
+                    self._kernels.capacity(rows), [running.buffers for running in self._running]
+                )
                 self._start_part(buffers, part, rows)
                 self._running.append(_RunningPart(weakref.ref(batch), len(batch.parts), buffers))
                 batch.parts.append(None)

@@ -137,9 +137,9 @@ def find_incompatibility(sidecar: Sidecar, gpu: Gpu | None, driver: Driver, vers
     platform_built_on = sidecar.builder.get("platform")
     if name == TENSORRT and platform_built_on not in (None, platform_name()):
         return f"it was built on {platform_built_on}, and this is {platform_name()}"
-    target, here = str(sidecar.target["sm"]), sm_name(gpu.compute_capability)
-    if target != here:
-        return f"it was built for {describe_target(target)}, and {gpu.name} is {here}"
+    target, present = str(sidecar.target["sm"]), sm_name(gpu.compute_capability)
+    if target != present:
+        return f"it was built for {describe_target(target)}, and {gpu.name} is {present}"
     if driver.cuda is not None and driver.cuda < CUDA_VERSION:
         oldest, newest = (".".join(map(str, version)) for version in (CUDA_VERSION, driver.cuda))
         return f"it needs CUDA {oldest}, and driver {driver.version} runs CUDA {newest} at most; update the driver"
