@@ -71,8 +71,8 @@ def choose_engine_targets(
     present = sm_name(gpu.compute_capability) if gpu else None
     chosen = list(dict.fromkeys(map(parse_target, options.target)))
     elsewhere = [sm for sm in chosen if sm != present]
-    own = gpu is not None and not elsewhere and version_of(TENSORRT) is not None
-    builder: str = options.builder or (TENSORRT if own else TENSORRT_RTX)
+    is_native = gpu is not None and not elsewhere and version_of(TENSORRT) is not None
+    builder: str = options.builder or (TENSORRT if is_native else TENSORRT_RTX)
     if version_of(builder) is None:
         raise MissingExtra(f"{builder}-cu13", EXTRAS[builder], f"export --trt with --builder {builder}")
     if builder == TENSORRT_RTX:

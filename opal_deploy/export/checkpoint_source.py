@@ -258,8 +258,8 @@ def run_in_float64(model: onnx.ModelProto, images: Array) -> Outputs:
     if images.dtype == np.float32:
         images = images.astype(np.float64)
     # one by one: the evaluator keeps every intermediate value until the end, 200 MB per image of a ResNet-50
-    computed_each: list[Any] = [evaluator.run(names, {"images": image[None]}) for image in images]
-    return Outputs.concatenate([Outputs.from_arrays(dict(zip(names, values, strict=True))) for values in computed_each])
+    results: list[Any] = [evaluator.run(names, {"images": image[None]}) for image in images]
+    return Outputs.concatenate([Outputs.from_arrays(dict(zip(names, values, strict=True))) for values in results])
 
 
 def _to_float64(model: onnx.ModelProto) -> onnx.ModelProto:

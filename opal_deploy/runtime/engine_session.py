@@ -178,10 +178,9 @@ class EngineSession(PipelineSession):
             self._kernel_cache.save()
 
     def _too_large(self, reason: str) -> UsageError:
-        count = self.sidecar.batch.max
         return UsageError(
-            f"{self._path}: no room for {count} images on {self._cuda.gpu.name}: {reason}; free memory there, or build "
-            f"for fewer: {self._rebuild.replace(str(self.sidecar.batch), '1:8:16')}"
+            f"{self._path}: no room for {self.sidecar.batch.max} images on {self._cuda.gpu.name}: {reason}; free "
+            f"memory, or build for fewer: {self._rebuild.replace(str(self.sidecar.batch), '1:8:16')}"
         )
 
     def _check_tensors(self, engine: Any) -> None:

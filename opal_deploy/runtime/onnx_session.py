@@ -234,5 +234,5 @@ def runs_on_cuda(device: str) -> bool:
     if _has_cuda_provider():
         return True
     # no package helps a machine without a driver
-    install = f"this onnxruntime has no CUDA provider; {install_command('gpu', instead_of='onnxruntime')}"
-    raise UsageError(f"device {device}: {find_gpu_problem() or install}")
+    advice = find_gpu_problem() or f"onnxruntime lacks CUDA; {install_command('gpu', instead_of='onnxruntime')}"
+    raise UsageError(f"device {device}: {advice}")

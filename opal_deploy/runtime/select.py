@@ -5,41 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from opal_deploy.artifact import onnx_file
+from opal_deploy.artifact.engine_file import Sidecar, read_sidecar
 from opal_deploy.artifact.files import CHECKPOINT_SUFFIXES, ENGINE_SUFFIX, ONNX_SUFFIX, ModelKind, model_kind
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError, install_command, is_installed, require
 from opal_deploy.options import RuntimeName
+from opal_deploy.runtime.cuda_session import open_onnx_session
 from opal_deploy.runtime.devices import split_devices
+from opal_deploy.runtime.engine_session import EngineSession
+from opal_deploy.runtime.openvino_session import OpenvinoSession
 from opal_deploy.runtime.session import Session
-
-if TYPE_CHECKING:
-    from opal_deploy.artifact.engine_file import Sidecar
 
 
 def _open_onnx(path: Path, device: str, threads: int | None, _cuda_graphs: bool) -> Session:
-    from opal_deploy.runtime.cuda_session import open_onnx_session
-
     return open_onnx_session(path, device=device, threads=threads)
 
 
 def _open_openvino(path: Path, device: str, threads: int | None, _cuda_graphs: bool) -> Session:
-    from opal_deploy.runtime.openvino_session import OpenvinoSession
-
     return OpenvinoSession(path, device=device, threads=threads)
 
 
 def _open_engine(path: Path, device: str, _threads: int | None, cuda_graphs: bool) -> Session:
-    from opal_deploy.runtime.engine_session import EngineSession
-
     return EngineSession(path, device=device, cuda_graphs=cuda_graphs)
 
 
 def _read_engine(path: Path) -> Metadata:
-    from opal_deploy.artifact.engine_file import read_sidecar
-
     return read_sidecar(path).metadata
 
 
@@ -241,8 +234,6 @@ def _list_models(
     paths: list[Path], check_engine: Callable[[Sidecar], str], runtime: RuntimeName
 ) -> tuple[list[_Model], list[str]]:
     """Return the exported models that a runtime takes, and one line for every other file that looks like a model."""
-    from opal_deploy.artifact.engine_file import read_sidecar
-
     models, others = [], []
     for path in paths:
         if path.suffix not in (ONNX_SUFFIX, ENGINE_SUFFIX):
