@@ -13,7 +13,7 @@ from onnx import TensorProto
 from torch import nn
 from torchvision.ops import SqueezeExcitation
 
-from opal_deploy.artifact import onnx_file, test_vectors
+from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import UsageError
 from opal_deploy.export.builder import Network
@@ -85,23 +85,10 @@ class TestResNet18:
         assert metadata.class_names == ("Sooty Albatross", "Crested Auklet", "Äußerer Käuz", "Tern <b>")
         onnx_file.check_digest(exported.path, metadata)
 
-    def test_the_verification_report_says_what_was_compared(self, exported):
+    def test_every_cell_was_compared(self, exported):
         report = exported.metadata.verification
-        assert report["passed"] is True
-        assert report["batches"] == [1, 2, 7]
-        assert (report["images"], report["image_set"]) == (64, "64 generated creatures")
-        assert report["reference"].startswith(f"PyTorch {torch.__version__}")
-        assert report["gate"]["cosine"] == 1e-6
-        assert report["max_cosine"] <= 1e-6
+        assert (report["passed"], report["images"], report["cells_different"]) == (True, 64, 0)
         assert report["cells"] + report["cells_tied"] == 64 * 20
-        assert report["cells_different"] == 0
-
-    def test_the_test_vectors_are_pytorchs_outputs(self, exported, resnet18):
-        stored = test_vectors.unpack(exported.metadata.test_vectors, "c.onnx")
-        outputs = TorchSession(resnet18, device="cpu").run(stored.images)
-        assert len(stored.images) == 4
-        np.testing.assert_array_equal(stored.outputs.argmax, outputs.argmax)
-        np.testing.assert_allclose(stored.outputs.logits, outputs.logits, rtol=1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -84,14 +84,6 @@ def test_installing_it_brings_no_runtime_and_no_torch_and_nothing_is_missing(ins
     run(installed / "python", "-m", "pip", "check", cwd=tmp_path)
 
 
-def test_help_and_doctor_answer(installed, tmp_path):
-    for command in ("train", "export", "infer", "doctor"):
-        assert f" {command} " in run(installed / "opal-deploy", "--help", cwd=tmp_path).stdout
-    document = json.loads(run(installed / "opal-deploy", "doctor", "--json", cwd=tmp_path).stdout)
-    assert document["opal_deploy"] == __version__
-    assert document["usable"] == {"cpu": False, "gpu": False, "any": False}
-
-
 @pytest.mark.parametrize(
     "call", [["doctor", "--json", "--require", "any"], ["infer", "images", "--model", "model.onnx"]], ids=" ".join
 )
