@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from opal_deploy.editing.api import EditResult, edit_model
     from opal_deploy.evaluation.api import evaluate_model, evaluate_models
     from opal_deploy.evaluation.result import ModelEvaluation
-    from opal_deploy.export.api import export_engines, export_hugging_face, export_model, export_triton, export_web
-    from opal_deploy.export.files import ExportResult
+    from opal_deploy.export.api import export_engines, export_model, export_triton, export_web
+    from opal_deploy.export.plan import ExportResult
     from opal_deploy.records.record import Answer, Answered, Failed, Record, Slot, json_schema
     from opal_deploy.records.tables import to_coco, to_pandas
     from opal_deploy.server.app import ModelApp
@@ -85,7 +85,6 @@ __all__ = [
     "evaluate_model",
     "evaluate_models",
     "export_engines",
-    "export_hugging_face",
     "export_model",
     "export_triton",
     "export_web",
@@ -111,8 +110,8 @@ _LAZY = {
     "editing.api": ("EditResult", "edit_model"),
     "evaluation.api": ("evaluate_model", "evaluate_models"),
     "evaluation.result": ("ModelEvaluation",),
-    "export.api": ("export_engines", "export_hugging_face", "export_model", "export_triton", "export_web"),
-    "export.files": ("ExportResult",),
+    "export.api": ("export_engines", "export_model", "export_triton", "export_web"),
+    "export.plan": ("ExportResult",),
     "api.model": ("Model", "load"),
     "api.explanation": ("Explanation", "Explanations"),
     "api.infer": ("InferenceRun", "run_inference"),
@@ -144,7 +143,7 @@ if not TYPE_CHECKING:
             "predict": "load(path).predict(images)", "explain": "load(path).predict(images)", "compare": "diff",
             "drift": "find_drift", "atlas": "create_atlas", "convert": "to_coco or to_pandas",
             "to_label_studio": "to_coco, which Label Studio imports",
-            "serve": "ModelApp, or `opal-deploy serve`", "export_mlflow": "`opal-deploy export --mlflow`",
+            "serve": "ModelApp, or `opal-deploy serve`",
         }  # fmt: skip
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{suggest_attribute(name, known)}")
 

@@ -63,13 +63,13 @@ def export_onnx(source, out, precision="fp32", **options):
     """Write one ONNX file of a checkpoint, or of the path of one of ours, and return what `export` says of it."""
     from opal_deploy.export.checkpoint_source import CheckpointSource
     from opal_deploy.export.exporter import export
-    from opal_deploy.export.files import ExportTargets
     from opal_deploy.export.onnx_source import OnnxSource
     from opal_deploy.export.options import ExportOptions
+    from opal_deploy.export.plan import plan_export
 
     export_source = OnnxSource(source) if isinstance(source, Path) else CheckpointSource(source, out)
-    options = ExportOptions(**{"threads": 2, "overwrite": True, **options})
-    return export(export_source, ExportTargets({precision: out}), options).onnx[0]
+    options = ExportOptions(**{"threads": 2, "overwrite": True, "out": out, "precision": precision, **options})
+    return export(plan_export(export_source, options)).onnx[0]
 
 
 def build_sidecar(path, metadata, **changes):
@@ -78,7 +78,7 @@ def build_sidecar(path, metadata, **changes):
         "engine": {"file": path.name, "sha256": compute_sha256(path), "bytes": path.stat().st_size},
         "builder": {"name": "tensorrt", "version": "11.4.0.106", "cuda": 13, "platform": platform_name()},
         "target": {"sm": "sm89", "gpu": "NVIDIA L4", "current": False},
-        "options": {"batch": [1, 2, 4], "strip_weights": False, "version_compatible": False},
+        "options": {"batch": [1, 2, 4]},
         "onnx": {"file": "c.onnx", "sha256": metadata.file_sha256, "graph": "0" * 64},
         "key": "1" * 64,
         "built": {"when": "2026-11-21T00:00:00+00:00", "seconds": 1.0, "opal_deploy": "0.1.0", "driver": None},

@@ -114,8 +114,8 @@ def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
     from opal_deploy.bench.networks import update_batch_norms
     from opal_deploy.export.checkpoint_source import CheckpointSource
     from opal_deploy.export.exporter import export
-    from opal_deploy.export.files import plan_targets
     from opal_deploy.export.options import ExportOptions
+    from opal_deploy.export.plan import plan_export
     from opal_deploy.model.checkpoint import Checkpoint, load, save
     from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
     from opal_deploy.model.network import OpalNetwork
@@ -133,7 +133,7 @@ def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
     path = folders.mktemp(evidence) / f"{evidence}.pt"
     save(path, Checkpoint(network, CLASSES))
     source = CheckpointSource(load(path), path)
-    return export(source, plan_targets(source), ExportOptions(threads=1)).onnx[0].path
+    return export(plan_export(source, ExportOptions(threads=1))).onnx[0].path
 
 
 Opal = Callable[..., "subprocess.CompletedProcess[str]"]

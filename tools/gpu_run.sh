@@ -16,7 +16,7 @@
 # OUT:    a folder (default gpu-results) for small files: log (every step with its time, its output and what to look at),
 #         bench.jsonl (measurements, see tools/results/README.md), gpu.csv
 #         (the GPU's use five times a second; its times are those of the log), doctor.json, demo.json, reproduce.json.
-# STEPS:  tests pipeline settings head nine rest demo, and reproduce where CUB100 (the folder of the hundred bird
+# STEPS:  tests pipeline head nine rest demo, and reproduce where CUB100 (the folder of the hundred bird
 #         classes) and RESNET50 (a file of its ImageNet weights) are set: the paper's protocol, OPAL against the linear head.
 #
 # Lines that begin with LOOK say what to read after a group, what it should be near, and which claim of README.md or of the
@@ -242,22 +242,6 @@ measure_infer() { # name, model, images
     --repeats "$repeats" --no-explain --out "$results"
 }
 
-settings() {
-  make_models
-  local name option
-  for name in "${two[@]}"; do
-    for option in "" prefer_nhwc=0 cudnn_conv_algo_search=HEURISTIC enable_cuda_graph=1; do
-      # a CPU refuses the options
-      [ -z "$option" ] || [ "$device" != cpu ] || continue
-      step "settings_${name}_${option:-defaults}" 20 "${opal[@]}" bench throughput --model "$work/$name.onnx" --device "$device" \
-        --batch "$batch" "${quick[@]}" ${option:+--ort-option "$option"} --out "$results"
-    done
-  done
-  look "settings_*: images_per_second against the default of the same network, NHWC in fp16. resnet50 fp16: at most 22,000 images/s" \
-    "  in NHWC and 13,000 in NCHW, so prefer_nhwc=0 may give 0.6 times as many; the others change a few per cent, CUDA graphs" \
-    "  nothing at 64 images. Settles the defaults in howto/measure.md: a gain above 5 % makes a default."
-}
-
 head_ratio() {
   local name
   # ONNX Runtime compiles nothing: the answer comes early. Making the two files takes half a minute or more
@@ -318,7 +302,7 @@ demo() {
   step export_fp16 40 "${opal[@]}" export "$model" --precision fp16 --json
   step verify_gpu_fp16 20 "${opal[@]}" verify "${model%.onnx}.fp16.onnx" --device "$device" --json
   # TensorRT where it is, else TensorRT for RTX
-  step export_engine 60 "${opal[@]}" export "$model" --trt --target current --json
+  step export_engine 60 "${opal[@]}" export "$model" --trt --json
   for engine in $(engines "$work/demo/run"); do
     step verify_engine 20 "${opal[@]}" verify "$engine" --json
   done
@@ -340,12 +324,12 @@ reproduce() {
     "  'No table of the paper was reproduced with its protocol' (README.md, limits.md)."
 }
 
-for group in ${STEPS:-tests pipeline settings head nine rest demo reproduce}; do
+for group in ${STEPS:-tests pipeline head nine rest demo reproduce}; do
   case $group in
     head) head_ratio ;;
     nine) nine_backbones ;;
-    tests | pipeline | settings | rest | demo | reproduce) "$group" ;;
-    *) echo "STEPS: no group $group; expected tests, pipeline, settings, head, nine, rest, demo, reproduce" | tee -a "$log" ;;
+    tests | pipeline | rest | demo | reproduce) "$group" ;;
+    *) echo "STEPS: no group $group; expected tests, pipeline, head, nine, rest, demo, reproduce" | tee -a "$log" ;;
   esac
 done
 [ -n "${PRINT:-}" ] || echo "$(date +%T) done, $(left) s left" | tee -a "$log"

@@ -6,5 +6,4 @@ service      `Service`: images that arrive one by one, from any thread; servers 
 infer        `run_inference`: a run directory with records, drawings and a report
 explain      `write_sheets`: evidence sheets, one per image
 atlas        `create_atlas`: the images in which each slot scores highest
-mlflow       the loader that a folder of `export --mlflow` names
 """

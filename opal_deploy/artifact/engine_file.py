@@ -21,7 +21,6 @@ from opal_deploy.artifact.documents import check_values
 from opal_deploy.artifact.files import atomic_write, read_json
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.options import flag_of
 
 SIDECAR_SCHEMA = 1
 
@@ -64,7 +63,7 @@ class Sidecar:
         engine: file name, sha256 and size in bytes.
         builder: `name` (`tensorrt` or `tensorrt-rtx`), `version`, and `cuda`, its CUDA major version.
         target: `sm`, such as `sm80`, and `gpu`, the name of the GPU that it was built on, if any.
-        options: options of the build: batch, workspace, flags.
+        options: options of the build.
         onnx: file name and digest of its ONNX file, and `graph`, the sha256 of only the graph.
         key: equal for two builds from the same graph, metadata, builder, target and options.
         built: time, seconds, version of opal-deploy and driver of the build.
@@ -94,10 +93,6 @@ class Sidecar:
         """Return the command that builds this engine again with the same options, to be run on the target machine."""
         source = engine.with_name(str(self.onnx["file"]))
         words = ["opal-deploy", "export", str(source), "--trt", "--rebuild", "--batch", str(self.batch)]
-        for name in ("workspace", "optimization_level", "hardware_compatible"):
-            if self.options.get(name) is not None:
-                words += [flag_of(name), str(self.options[name])]
-        words += [flag_of(name) for name in ("version_compatible", "strip_weights") if self.options.get(name)]
         return shlex.join(words)
 
     def to_dict(self) -> dict[str, Any]:

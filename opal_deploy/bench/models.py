@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,6 @@ from opal_deploy.artifact.files import compute_sha256, model_kind
 from opal_deploy.bench.measurement import Target, head_name
 from opal_deploy.bench.options import PipelineOptions, Precision, Runtime, SweepOptions
 from opal_deploy.errors import ArtifactError, UsageError, require
-from opal_deploy.runtime.cuda_options import parse_cuda_options
 from opal_deploy.runtime.cuda_session import open_onnx_session
 from opal_deploy.runtime.devices import parse_device
 from opal_deploy.runtime.engine_session import EngineSession
@@ -56,7 +54,6 @@ def list_setups(options: SweepOptions) -> list[SweepOptions]:
             runtime=(runtime,),
             precision=precision,
             channels_last=options.channels_last and (runtime in _PYTORCH or not several),
-            ort_option=options.ort_option if runtime == "onnxruntime" or not several else (),
             cuda_graphs=options.cuda_graphs and (runtime in ("compile", "tensorrt") or not several),
         )
         for runtime in runtimes
@@ -107,7 +104,7 @@ def _load_network(network: NamedNetwork, setup: SweepOptions) -> TimedModel:
 
     if runtime in _PYTORCH:
         session = TorchGraphSession(network.checkpoint, setup, precision)
-        return _describe(network, session, session.options, setup.ort_option, cuda_graphs=setup.cuda_graphs)
+        return _describe(network, session, session.options, cuda_graphs=setup.cuda_graphs)
     with tempfile.TemporaryDirectory(prefix="opal-bench-") as folder:
         path = Path(folder) / "timed.onnx"
         if runtime == "tensorrt":
@@ -129,15 +126,11 @@ def _open_file(path: Path, source: Path | NamedNetwork, setup: SweepOptions) -> 
         used = "CUDA graphs" * setup.cuda_graphs
     else:
         require("onnxruntime", "cpu", "timing an ONNX model")
-        options = parse_cuda_options(setup.ort_option)
-        session = open_onnx_session(path, device=setup.device, threads=setup.threads, cuda_options=options)
-        used = str(options)
-    return _describe(source, session, used, setup.ort_option, cuda_graphs=setup.cuda_graphs)
+        session, used = open_onnx_session(path, device=setup.device, threads=setup.threads), ""
+    return _describe(source, session, used, cuda_graphs=setup.cuda_graphs)
 
 
-def _describe(
-    source: Path | NamedNetwork, session: Session, used: str, ort_option: Sequence[str] = (), *, cuda_graphs: bool
-) -> TimedModel:
+def _describe(source: Path | NamedNetwork, session: Session, used: str, *, cuda_graphs: bool) -> TimedModel:
     """Return a session that uses the options `used`, described; UsageError if it ignores one that was given."""
     device, metadata, words = session.device.partition(" ")[0], session.metadata, session.description.split()
     runtime = "openvino" if words[0] == "OpenVINO" else "torch compile" if words[2] == "compile" else "torch eager"
@@ -145,13 +138,8 @@ def _describe(
         runtime = str(session.sidecar.builder["name"])
     elif isinstance(session, OnnxSession):
         runtime = "onnxruntime"
-    if ort_option and (runtime != "onnxruntime" or device == "cpu"):
-        raise UsageError("--ort-option applies only to ONNX Runtime on a GPU")
     if cuda_graphs and "CUDA graphs" not in used:
-        raise UsageError(
-            "--cuda-graphs applies only to engines, and to compile on a GPU; for ONNX Runtime give --ort-option "
-            "enable_cuda_graph=1"
-        )
+        raise UsageError("--cuda-graphs applies only to engines, and to compile on a GPU")
     target = Target(
         source.name, metadata.backbone, head_name(metadata.head), runtime, session.description, device,
         getattr(session, "precision", metadata.precision),

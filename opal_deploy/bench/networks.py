@@ -26,10 +26,10 @@ from opal_deploy.errors import StoppedEarly, UsageError, first_line
 from opal_deploy.export.builder import choose_engine_targets
 from opal_deploy.export.checkpoint_source import CheckpointSource, ExportGraph, trace
 from opal_deploy.export.exporter import export
-from opal_deploy.export.files import EngineTargets, plan_targets
 from opal_deploy.export.images import Pixels
 from opal_deploy.export.int8 import to_int8
 from opal_deploy.export.options import ExportOptions
+from opal_deploy.export.plan import EngineTargets, plan_export
 from opal_deploy.export.precision import to_bf16, to_fp16
 from opal_deploy.model import backbones
 from opal_deploy.model.checkpoint import Checkpoint, build_metadata, load
@@ -141,15 +141,14 @@ def write_engine(checkpoint: Checkpoint, precision: str, folder: Path, *, random
     driver = visible_driver()
     if not driver.gpus:
         raise UsageError(f"tensorrt: no GPU here ({driver.problem}); engines run on NVIDIA GPUs only")
-    options = ExportOptions(verify=False, overwrite=True)
+    options = ExportOptions(verify=False, overwrite=True, precision=precision)  # type: ignore[arg-type]  # checked there
     engines = EngineTargets(choose_engine_targets(options, driver), folder, driver)
     if random:
         checkpoint = copy.deepcopy(checkpoint)
         images = example_images(16, *checkpoint.network.config.input_size)
         update_batch_norms(checkpoint.network, images)
     source = CheckpointSource(checkpoint, folder / "timed.pt")
-    targets = plan_targets(source, precision, engines=engines)  # type: ignore[arg-type]  # as above
-    return export(source, targets, options).engines[0].path
+    return export(plan_export(source, options, engines)).engines[0].path
 
 
 class TorchGraphSession:

@@ -18,7 +18,6 @@ _model, _timing = partial(Option, panel="Model"), partial(Option, panel="Timing"
 _HEAD = "Head of --backbone: opal, linear (the paper's), or plain (the network's own classifier); repeatable."
 _RUNTIME = "Runtime of checkpoints and --backbone: onnxruntime, eager, compile, tensorrt; repeatable."
 _PRECISION = "Precision of checkpoints and --backbone: fp32, tf32, fp16, bf16, int8; repeatable."
-_ORT_OPTION = "NAME=VALUE for ONNX Runtime on a GPU, such as prefer_nhwc=1; repeatable."
 
 
 def parse_counts(option: str, text: str) -> tuple[int, ...]:
@@ -81,7 +80,6 @@ class SweepOptions(BackboneOptions):
     runtime: Annotated[tuple[Runtime, ...], _timing(_RUNTIME, cli=list[str], default="onnxruntime")] = ()
     precision: Annotated[tuple[Precision, ...], _timing(_PRECISION, cli=list[str], default="fp32")] = ()
     channels_last: Annotated[bool, _timing("Run PyTorch's convolutions as NHWC.")] = False
-    ort_option: Annotated[tuple[str, ...], _timing(_ORT_OPTION, cli=list[str])] = ()
     cuda_graphs: Annotated[bool, _timing("Replay kernels as CUDA graphs (engines, and compile on a GPU).")] = False
     batch: Batches = (1,)
     warmup: Annotated[float, _timing("Minimum warm-up in seconds.", min=0)] = 1.0

@@ -74,9 +74,7 @@ def _print(driver: Driver, statuses: list[RuntimeStatus], warnings: list[str]) -
     for gpu in driver.gpus:
         memory = f"{gpu.memory / 2**30:.1f} GiB" if gpu.memory is not None else "memory unknown"
         major, minor = gpu.compute_capability
-        modes = [f"compute mode {gpu.compute_mode}"] if gpu.compute_mode != "default" else []
-        modes += [f"MIG instances: {gpu.mig_instances}"] if gpu.mig_instances is not None else []
-        print_message(", ".join([f"  {gpu.index}: {gpu.name}, {memory}, compute capability {major}.{minor}", *modes]))
+        print_message(f"  {gpu.index}: {gpu.name}, {memory}, compute capability {major}.{minor}")
     if driver.problem:
         print_message(f"  {driver.problem}")
     print_message("\nRuntimes")

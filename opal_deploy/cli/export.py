@@ -15,7 +15,7 @@ from opal_deploy.export.options import ExportOptions
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
-    from opal_deploy.export.files import ExportedEngine, ExportedOnnx
+    from opal_deploy.export.plan import ExportedEngine, ExportedOnnx
     from opal_deploy.runtime.verification import Comparison
     from opal_deploy.triton.repository import WrittenRepository
     from opal_deploy.web.site import WrittenSite
@@ -53,8 +53,6 @@ def export(
     elif result.site is not None:
         _print_site(result.site)
         document = result.site.to_dict()
-    elif result.files is not None:
-        print_message(f"Wrote {', '.join(path.name for path in result.files)} in {options.hf or options.mlflow}")
     elif result.engines:
         # the best model of the working directory is found without a name
         _print_next(result.engines[0].sidecar.metadata, result.engines[0].path, "")

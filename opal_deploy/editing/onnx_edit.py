@@ -19,7 +19,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.export.candidate import ExportCandidate, SampledReference
 from opal_deploy.export.exporter import stage_onnx
 from opal_deploy.export.graph_edit import with_class_map
-from opal_deploy.export.images import SAMPLE_SIZES, Pixels, choose_images
+from opal_deploy.export.images import Pixels, choose_images
 from opal_deploy.export.onnx_source import reference_runner
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.runtime.onnx_session import OnnxSession
@@ -45,17 +45,13 @@ def write_edited_onnx(path: Path, edited: Metadata, out: Path, options: ExportOp
         return _drop(answer(pixels), edited)
 
     choice = choose_images(edited, options, calibrate=False, torchvision=False)
-    sample = SampledReference(choice.verification, run)
-    images, reference = sample.first(SAMPLE_SIZES[0])
     vectors = test_vectors.unpack(edited.test_vectors, str(path))
     candidate = ExportCandidate(
         with_class_map(model, edited),
         edited,
-        reference,
-        images,
+        SampledReference(choice.verification, run),
         reference_name=f"{path.name} in {session.description}, slots dropped in closed form",
         test_vectors=_drop(vectors, edited),
-        more=sample.first,
         unverified=f"made from {path.name}, which was {edited.unverified}" if edited.unverified else "",
     )
     with stage_onnx(candidate, out, options):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import onnx
 
 from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata, Precision
 from opal_deploy.artifact.outputs import PER_IMAGE
 from opal_deploy.artifact.test_vectors import Reference
-from opal_deploy.errors import UsageError
 from opal_deploy.export.graph_edit import add_top_outputs
 from opal_deploy.export.images import ImagePool, Pixels, VerificationImages, run_in_batches
 from opal_deploy.export.int8 import refinements, store_weights, to_int8
@@ -23,22 +21,11 @@ from opal_deploy.export.resizing import with_resizing
 from opal_deploy.runtime.gates import Rounding
 
 
-class VerificationSample(NamedTuple):
-    """Verification images and the reference with its outputs on them."""
-
-    images: VerificationImages
-    reference: Reference
-
-
 class Float64Comparison(NamedTuple):
     """How far the graph, and the network in float32, are from the network in float64 on the same images."""
 
     graph: Rounding
     float32: Rounding
-
-    def to_dict(self) -> dict[str, dict[str, float]]:
-        """Return the differences for the verification report in the metadata."""
-        return {"graph": asdict(self.graph), "float32": asdict(self.float32)}
 
 
 @dataclass
@@ -54,13 +41,13 @@ class SampledReference:
     run: Callable[[Pixels], Reference]
     _parts: list[Reference] = field(default_factory=list)
 
-    def first(self, count: int) -> VerificationSample:
+    def first(self, count: int) -> tuple[VerificationImages, Reference]:
         """Return the first `count` images, or all if there are fewer, with the reference."""
         images = self.pool.first(count)
         done = sum(len(part.images) for part in self._parts)
         if done < len(images.pixels):
             self._parts.append(run_in_batches(self.run, images.pixels[done:], Reference.concatenate))
-        return VerificationSample(images, Reference.concatenate(self._parts).rows(0, len(images.pixels)))
+        return images, Reference.concatenate(self._parts).rows(0, len(images.pixels))
 
 
 @dataclass(frozen=True)
@@ -70,10 +57,7 @@ class ExportCandidate:
     Attributes:
         model: the graph, of the contract's shape (docs/contract.md).
         metadata: metadata of the file, still without test vectors, verification report and digest.
-        reference: the verification images with the reference's outputs.
-        images: the verification images with their names.
-        more: returns the first n verification images, or all if there are fewer, with the reference's outputs; None
-            where there are no others.
+        sample: the verification images with the reference's outputs.
         reference_name: the reference, for people: which runtime, where, in which precision.
         test_vectors: the images and outputs to store in the file.
         calibration: images that int8's ranges are measured on; None where int8 is not made.
@@ -85,47 +69,13 @@ class ExportCandidate:
 
     model: onnx.ModelProto
     metadata: Metadata
-    reference: Reference
-    images: VerificationImages
+    sample: SampledReference
     reference_name: str
     test_vectors: Reference = field(repr=False)
-    more: Callable[[int], VerificationSample] | None = field(default=None, repr=False)
     calibration: VerificationImages | None = field(default=None, repr=False)
     compare_in_float64: Callable[[onnx.ModelProto], Float64Comparison] | None = None
     baseline: onnx.ModelProto | None = field(default=None, repr=False)
     unverified: str = ""
-
-
-class ExportSource(Protocol):
-    """A checkpoint or an ONNX file that candidates are built from."""
-
-    @property
-    def path(self) -> Path:
-        """The source's file; the names of the files to write derive from its name."""
-        ...
-
-    @property
-    def onnx_precision(self) -> Precision | None:
-        """Precision of the ONNX file that the source is; None for a checkpoint."""
-        ...
-
-    @property
-    def origin(self) -> Metadata:
-        """Metadata that files of the source inherit: checkpoint, class names, version of PyTorch."""
-        ...
-
-    def build_candidate(self, precisions: Collection[Precision], options: ExportOptions) -> ExportCandidate:
-        """Return the source's float32 graph with its reference.
-
-        Args:
-            precisions: precisions that the graph will be converted to; int8 needs images to calibrate with.
-            options: how the files are made and verified.
-
-        Raises:
-            UsageError: the source cannot become a file of these precisions and options.
-            VerificationError: an ONNX source does not reproduce its own test vectors.
-        """
-        ...
 
 
 def convert_precision(candidate: ExportCandidate, precision: Precision, options: ExportOptions) -> ExportCandidate:
@@ -174,16 +124,8 @@ def refine_precision(candidate: ExportCandidate, threads: int | None = None) -> 
 
 
 def with_top_classes(candidate: ExportCandidate, k: int) -> ExportCandidate:
-    """Return a candidate that also outputs its `k` best classes, or all C if there are fewer.
-
-    Raises:
-        UsageError: the model has no evidence, so its only output is the logits.
-    """
+    """Return a candidate that also outputs its `k` best classes, or all C if there are fewer."""
     metadata = candidate.metadata
-    if metadata.evidence == "none":
-        raise UsageError(
-            "--outputs topk: the model has only logits and no evidence to select (evidence none); leave it out"
-        )
     k = min(k, metadata.num_classes)
     model = add_top_outputs(candidate.model, metadata.class_map, k)
     outputs = (*metadata.outputs, *TOP_OUTPUTS)

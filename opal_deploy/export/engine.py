@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,25 +31,15 @@ from opal_deploy.artifact.files import atomic_write
 from opal_deploy.artifact.metadata import BLANK_DIGEST, Metadata
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.export.builder import EngineTarget, Network, SerializedEngine
-from opal_deploy.export.files import EngineTargets, ExportedEngine, engine_name
 from opal_deploy.export.options import ExportOptions
+from opal_deploy.export.plan import EngineTargets, ExportedEngine, engine_name
 from opal_deploy.logs import as_progress
+from opal_deploy.runtime.cuda import CUDA_VERSION
 from opal_deploy.runtime.devices import Driver
 from opal_deploy.runtime.engine_session import EngineSession
-from opal_deploy.runtime.tensorrt import Bindings, load, platform_name
+from opal_deploy.runtime.tensorrt import load, platform_name
 
 NEVER_RUN = "never run: no matching GPU where it was built"
-
-
-@dataclass(frozen=True)
-class _OnnxInput:
-    """The ONNX file that engines are built from: current path, final name, metadata, bytes, digest of its graph."""
-
-    path: Path
-    name: str
-    metadata: Metadata
-    content: bytes
-    graph_sha256: str
 
 
 @contextmanager
@@ -66,37 +55,22 @@ def stage_engines(
         UsageError: the builder fails, or a file cannot be written.
         VerificationError: an engine does not reproduce its test vectors on this machine's GPU.
     """
-    onnx_input = _read_input(path, name)
-    networks: dict[str, Network] = {}
+    build = _read_onnx(path, name, engines, options)
+    title = build.network.library.title
     staged: list[ExportedEngine] = []
-
-    def log_message(level: str, message: str) -> None:
-        options.log(f"  {level.lower()}: {message}")
-
-    def report_progress(phase: str, step: int, steps: int) -> None:
-        as_progress(options.progress)(step, steps, phase)
-
     with ExitStack() as stack:
         for target in engines.targets:
-            if target.builder not in networks:
-                library = load(target.builder, "export --trt")
-                on_message = log_message if options.verbose else None
-                networks[target.builder] = Network(library, onnx_input.content, name, on_message)
-            network = networks[target.builder]
-            title = network.library.title
-            out = engines.folder / engine_name(Path(name).stem, onnx_input.metadata.precision, target)
-            build = _Build(onnx_input, network.library, target, engines.driver, options)
-            sidecar = None if options.rebuild else _read_reusable(out, build.key)
+            out = engines.folder / engine_name(Path(name).stem, build.metadata.precision, target)
+            sidecar = None if options.rebuild else _read_reusable(out, build.key(target))
             reused = sidecar is not None
             if sidecar is not None:
                 options.log(f"Reusing {out}: same graph, {title} for {target.sm}, same options")
-                sidecar = _follow_onnx(stack, out, sidecar, onnx_input.metadata)
+                sidecar = _follow_onnx(stack, out, sidecar, build.metadata)
             elif out.exists() and not (options.overwrite or options.rebuild):
-                found = "the file exists, from another graph, builder, GPU or options"
-                raise UsageError(f"{out}: {found}; pass --overwrite to replace it")
+                raise UsageError(f"{out}: exists, from another graph, builder, GPU or options; --overwrite replaces it")
             else:
                 options.log(f"Building for {target.sm} with {title} ({target.reason}), batches {options.batch_range}")
-                sidecar = _stage_engine(stack, out, build, network.build(target, options, report_progress))
+                sidecar = _stage_engine(stack, out, build, target)
             staged.append(ExportedEngine(out, sidecar, reused))
         yield staged
     for exported in staged:
@@ -106,56 +80,54 @@ def stage_engines(
             record_check(exported.path, Check(sha256, state["machine"], state["when"], True, state["report"]))
 
 
-def _read_input(path: Path, name: str) -> _OnnxInput:
-    metadata = onnx_file.read_metadata(path)
-    onnx_file.check_digest(path, metadata)
-    content = path.read_bytes()
-    # of graph and opset only: the verification in the metadata may change while the graph does not
-    model = onnx.ModelProto.FromString(content)
-    del model.metadata_props[:]
-    graph_sha256 = hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()
-    return _OnnxInput(path, name, metadata, content, graph_sha256)
-
-
 @dataclass(frozen=True)
 class _Build:
-    """An engine to build."""
+    """An ONNX file in its builder.
 
-    onnx_input: _OnnxInput
-    library: Bindings
-    target: EngineTarget
+    Attributes:
+        name: final name of the file.
+        metadata: metadata of the file.
+        graph_sha256: digest of only the graph and its opset.
+        network: the graph, parsed by the builder.
+        driver: this machine's driver.
+        options: options of the build.
+    """
+
+    name: str
+    metadata: Metadata
+    graph_sha256: str
+    network: Network
     driver: Driver
     options: ExportOptions
 
-    @cached_property
-    def key(self) -> str:
-        """A digest of everything that the engine and its sidecar depend on."""
-        metadata, gpu = self.onnx_input.metadata, self.target.gpu
+    def key(self, target: EngineTarget) -> str:
+        """Return a digest of everything that an engine and its sidecar depend on."""
+        metadata, gpu, library = self.metadata, target.gpu, self.network.library
         # what is measured and recorded later leaves the engine as it is
         kept = replace(metadata, verification={}, exporter={}, calibration={}, evaluation={}, file_sha256=BLANK_DIGEST)
         document: dict[str, Any] = {
-            "graph": self.onnx_input.graph_sha256,
+            "graph": self.graph_sha256,
             "metadata": kept.to_dict(),
             "verified": metadata.unverified == "",
-            "builder": [self.library.name, self.library.version],
-            "target": [self.target.sm, None if gpu is None else [gpu.name, self.driver.version]],
+            "builder": [library.name, library.version],
+            "target": [target.sm, None if gpu is None else [gpu.name, self.driver.version]],
             "options": self.options.to_dict(),
         }
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
-    def describe(self, path: Path, engine: SerializedEngine) -> Sidecar:
-        """Return the sidecar of the engine, which was never run."""
-        source, library, target = self.onnx_input, self.library, self.target
+    def describe(self, path: Path, target: EngineTarget, engine: SerializedEngine) -> Sidecar:
+        """Return the sidecar of an engine, which was never run."""
+        library = self.network.library
         sha256 = hashlib.sha256(engine.content).hexdigest()
         return Sidecar(
             engine={"file": path.name, "sha256": sha256, "bytes": len(engine.content)},
             builder={
-                "name": library.name, "version": library.version, "cuda": library.cuda, "platform": platform_name()
+                "name": library.name, "version": library.version, "cuda": CUDA_VERSION[0], "platform": platform_name()
             },
-            target={"sm": target.sm, "gpu": target.gpu.name if target.gpu else None, "current": target.current},
+            target={"sm": target.sm, "gpu": target.gpu.name if target.gpu else None},
             options=self.options.to_dict(),
-            onnx={"file": source.name, "sha256": source.metadata.file_sha256, "graph": source.graph_sha256},
-            key=self.key,
+            onnx={"file": self.name, "sha256": self.metadata.file_sha256, "graph": self.graph_sha256},
+            key=self.key(target),
             built={
                 "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 "seconds": round(engine.seconds, 3),
@@ -163,8 +135,21 @@ class _Build:
                 "driver": self.driver.version,
             },
             state={"state": UNVERIFIED, "why": NEVER_RUN},
-            metadata=source.metadata,
+            metadata=self.metadata,
         )  # fmt: skip
+
+
+def _read_onnx(path: Path, name: str, engines: EngineTargets, options: ExportOptions) -> _Build:
+    metadata = onnx_file.read_metadata(path)
+    onnx_file.check_digest(path, metadata)
+    content = path.read_bytes()
+    model = onnx.ModelProto.FromString(content)
+    # the verification in the metadata may change while the graph does not
+    del model.metadata_props[:]
+    graph_sha256 = hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()
+    # all engines of a call have one builder
+    network = Network(load(engines.targets[0].builder, "export --trt"), content, name)
+    return _Build(name, metadata, graph_sha256, network, engines.driver, options)
 
 
 def _read_reusable(engine: Path, key: str) -> Sidecar | None:
@@ -186,20 +171,25 @@ def _follow_onnx(stack: ExitStack, engine: Path, sidecar: Sidecar, metadata: Met
     return followed
 
 
-def _stage_engine(stack: ExitStack, path: Path, build: _Build, engine: SerializedEngine) -> Sidecar:
-    """Stage an engine and its sidecar; where the engine can run here, its test vectors run first."""
+def _stage_engine(stack: ExitStack, path: Path, build: _Build, target: EngineTarget) -> Sidecar:
+    """Build and stage an engine and its sidecar; where the engine can run here, its test vectors run first."""
+
+    def report_progress(phase: str, step: int, steps: int) -> None:
+        as_progress(build.options.progress)(step, steps, phase)
+
+    engine = build.network.build(target, build.options, report_progress)
     # entered first, so that it gets its name last: a sidecar never describes an engine that does not exist
     beside = stack.enter_context(atomic_write(sidecar_path(path)))
     temporary = stack.enter_context(atomic_write(path))
     temporary.write_bytes(engine.content)
-    sidecar = build.describe(path, engine)
-    if build.target.gpu is not None:
-        sidecar = _verify_here(sidecar, temporary, build.onnx_input, build.options)
+    sidecar = build.describe(path, target, engine)
+    if target.gpu is not None:
+        sidecar = _verify_here(sidecar, temporary, build.options)
     beside.write_text(sidecar.to_json(), "utf-8")
     return sidecar
 
 
-def _verify_here(sidecar: Sidecar, engine: Path, onnx_input: _OnnxInput, options: ExportOptions) -> Sidecar:
+def _verify_here(sidecar: Sidecar, engine: Path, options: ExportOptions) -> Sidecar:
     """Run a new engine's test vectors on this machine's GPU, and return the sidecar with the outcome.
 
     Raises:
@@ -210,8 +200,6 @@ def _verify_here(sidecar: Sidecar, engine: Path, onnx_input: _OnnxInput, options
     try:
         trial = folder / str(sidecar.engine["file"])
         shutil.copyfile(engine, trial)
-        if sidecar.options["strip_weights"]:
-            shutil.copyfile(onnx_input.path, folder / onnx_input.name)
         write_sidecar(trial, sidecar)
         session = EngineSession(trial)
         options.log(f"Test vectors reproduced in {session.description}")

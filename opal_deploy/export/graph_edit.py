@@ -90,7 +90,7 @@ def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProt
     needed = nodes_of(changed.graph, wanted)
     nodes = [node for node in changed.graph.node if node.output[0] in needed]
     read = {name for node in nodes for name in node.input}
-    constants = [each for each in changed.graph.initializer if each.name in read]
+    constants = [tensor for tensor in changed.graph.initializer if tensor.name in read]
     del changed.graph.node[:], changed.graph.initializer[:], changed.graph.output[:]
     changed.graph.node.extend(nodes)
     changed.graph.initializer.extend(constants)
@@ -105,7 +105,7 @@ def with_class_map(model: onnx.ModelProto, metadata: Metadata) -> onnx.ModelProt
         ArtifactError: the graph does not have the constants, since another version exported it.
     """
     changed, class_map = copy.deepcopy(model), metadata.class_map
-    constants = {each.name: each for each in changed.graph.initializer}
+    constants = {tensor.name: tensor for tensor in changed.graph.initializer}
     if not metadata.is_opal:
         if CLASS_WEIGHTS not in constants:
             raise ArtifactError("its graph has no constant for the class weights; export the checkpoint again")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -43,24 +43,12 @@ _SPLITS = {"val": "validation", "test": "test", "train": "training"}
 
 
 @dataclass(frozen=True)
-class Photograph:
-    """An image file: its sample (the label is not used), and its split, empty if it has none."""
-
-    sample: Sample
-    split: str = ""
-
-
-@dataclass(frozen=True)
 class VerificationImages:
-    """Images resized for a model: uint8 [N, H0, W0, 3], RGB, the path or description of each, and one of all.
-
-    `read_original` returns the image of this number as the model's crop leaves it, not resized.
-    """
+    """Images resized for a model: uint8 [N, H0, W0, 3], RGB, the path or description of each, and one of all."""
 
     pixels: Pixels
     names: tuple[str, ...]
     description: str
-    read_original: Callable[[int], Image.Image] = field(repr=False, compare=False)
 
 
 class ImagePool:
@@ -70,56 +58,51 @@ class ImagePool:
     """
 
     def __init__(
-        self, input_size: tuple[int, int], photographs: Iterable[Photograph] = (), place: str | None = None
+        self, input_size: tuple[int, int], photographs: Iterable[tuple[Sample, str]] = (), place: str | None = None
     ) -> None:
-        """Make a pool; photographs are read when they are asked for, and skipped if they cannot be."""
+        """Make a pool of photographs with their splits, empty if they have none; the label is not used.
+
+        They are read when they are asked for, and skipped if they cannot be.
+        """
         self.input_size = input_size
         self.place = place
-        self._pixels: list[Pixels] = []
-        self._names: list[str] = []
-        self._photographs: list[Photograph] = []
-        self._splits: list[str] = []
+        # pixels, name, split and, of a photograph, its sample
+        self._read: list[tuple[Pixels, str, str, Sample | None]] = []
         self._unread = self._draw() if place is None else self._decode(photographs)
 
     def first(self, count: int) -> VerificationImages:
         """Return the first `count` images, or as many as there are."""
-        for pixels, name, split in islice(self._unread, max(0, count - len(self._pixels))):
-            self._pixels.append(pixels)
-            self._names.append(name)
-            self._splits.append(split)
-        kept = self._pixels[:count]
-        stacked = np.stack(kept) if kept else np.empty((0, *self.input_size, 3), np.uint8)
-        return VerificationImages(stacked, tuple(self._names[:count]), self._describe(self._splits[:count]), self._read)
+        self._read += islice(self._unread, max(0, count - len(self._read)))
+        images = self._read[:count]
+        stacked = np.stack([image[0] for image in images]) if images else np.empty((0, *self.input_size, 3), np.uint8)
+        description = f"{len(images)} generated creatures"
+        if self.place is not None:
+            splits = Counter(split for _, _, split, _ in images if split)
+            parts = ", ".join(f"{number} {split}" for split, number in splits.items())
+            description = f"{len(images)} images from {self.place}{f' ({parts})' if parts else ''}"
+        return VerificationImages(stacked, tuple(name for _, name, _, _ in images), description)
 
-    def _describe(self, splits: Sequence[str]) -> str:
-        if self.place is None:
-            return f"{len(splits)} generated creatures"
-        parts = ", ".join(f"{number} {split}" for split, number in Counter(splits).items() if split)
-        return f"{len(splits)} images from {self.place}{f' ({parts})' if parts else ''}"
-
-    def _read(self, number: int) -> Image.Image:
-        """Return image `number` in its own size; a creature larger than the model's input, and of another shape."""
-        if self.place is None:
+    def read_original(self, number: int) -> Image.Image:
+        """Return image `number`, not resized, as the model's crop leaves it; a creature is drawn larger."""
+        sample = self._read[number][3]
+        if sample is None:
             height, width = self.input_size
             return Image.fromarray(draw_example(number, height * 3 // 2, width * 2))
-        photograph = self._photographs[number]
-        image = decode(photograph.sample.path)
-        return image.crop(compute_geometry(image, photograph.sample.box).crop)
+        image = decode(sample.path)
+        return image.crop(compute_geometry(image, sample.box).crop)
 
-    def _draw(self) -> Iterator[tuple[Pixels, str, str]]:
+    def _draw(self) -> Iterator[tuple[Pixels, str, str, None]]:
         for number in range(MAX_CREATURES):
-            yield draw_example(number, *self.input_size), f"creature {number}", ""
+            yield draw_example(number, *self.input_size), f"creature {number}", "", None
 
-    def _decode(self, photographs: Iterable[Photograph]) -> Iterator[tuple[Pixels, str, str]]:
-        for photograph in photographs:
-            path, box = photograph.sample.path, photograph.sample.box
+    def _decode(self, photographs: Iterable[tuple[Sample, str]]) -> Iterator[tuple[Pixels, str, str, Sample]]:
+        for sample, split in photographs:
             try:
-                image = decode(path)
-                pixels = to_input(image, compute_geometry(image, box), self.input_size)
+                image = decode(sample.path)
+                pixels = to_input(image, compute_geometry(image, sample.box), self.input_size)
             except ImageError:
                 continue
-            self._photographs.append(photograph)
-            yield pixels, str(path), photograph.split
+            yield pixels, str(sample.path), split, sample
 
 
 @dataclass(frozen=True)
@@ -165,21 +148,23 @@ def choose_images(
     folder = None if chosen is None else Path(chosen)
     used = {Path(name).resolve() for name in calibration.names} if calibration else set()
     if folder is not None:
-        pool = ImagePool(metadata.input_size, _photographs(folder, used), folder.name)
+        samples = [Sample(path, 0) for path in list_images(folder) if not used or path.resolve() not in used]
+        pool = ImagePool(metadata.input_size, [(sample, "") for sample in _interleave(samples)], folder.name)
     elif data is not None:
-        splits = [(name, _interleave(getattr(data, split))) for split, name in _SPLITS.items()]
         photographs = [
-            Photograph(s, name) for name, samples in splits for s in samples if not used or s.path.resolve() not in used
+            (sample, name)
+            for split, name in _SPLITS.items()
+            for sample in _interleave(getattr(data, split))
+            if not used or sample.path.resolve() not in used
         ]
         pool = ImagePool(metadata.input_size, photographs, data.root.name)
     else:
         return ImageChoice(ImagePool(metadata.input_size), calibration)
-    found = len(pool.first(SAMPLE_SIZES[0]).names)
-    if found < sum(BATCHES):
+    readable = len(pool.first(SAMPLE_SIZES[0]).names)
+    if readable < sum(BATCHES):
         besides = " besides those that it is calibrated with" if calibration else ""
         raise UsageError(
-            f"{folder or (data and data.root)}: {found} readable images{besides}; verification needs at least "
-            f"{sum(BATCHES)}"
+            f"{pool.place}: {readable} readable images{besides}; verification needs at least {sum(BATCHES)}"
         )
     return ImageChoice(pool, calibration)
 
@@ -190,7 +175,7 @@ def _choose_calibration_images(metadata: Metadata, options: ExportOptions, data:
     Raises:
         UsageError: no folder and no data, or fewer than MIN_CALIBRATION_IMAGES readable images.
     """
-    folder, count, kept = None, MAX_CALIBRATION_IMAGES, ""
+    count, kept = MAX_CALIBRATION_IMAGES, ""
     if options.calibrate is not None:
         folder = Path(options.calibrate)
         paths = list_images(folder)
@@ -206,19 +191,14 @@ def _choose_calibration_images(metadata: Metadata, options: ExportOptions, data:
             "--precision int8 needs --calibrate DIR, a folder of photographs such as the model will see: "
             "ranges measured on anything else cost accuracy and cells"
         )
-    photographs = [Photograph(sample, split) for sample in _interleave(samples, [count])]
+    photographs = [(sample, split) for sample in _interleave(samples, [count])]
     images = ImagePool(metadata.input_size, photographs, place).first(count)
     if len(images.names) < MIN_CALIBRATION_IMAGES:
         raise UsageError(
-            f"{folder or (data and data.root)}: {len(images.names)} readable images to calibrate with{kept}; "
-            f"at least {MIN_CALIBRATION_IMAGES} are needed"
+            f"{place}: {len(images.names)} readable images to calibrate with{kept}; at least {MIN_CALIBRATION_IMAGES} "
+            "are needed"
         )
     return images
-
-
-def _photographs(folder: Path, excluded: Collection[Path]) -> list[Photograph]:
-    kept = [Sample(path, 0) for path in list_images(folder) if not excluded or path.resolve() not in excluded]
-    return [Photograph(sample) for sample in _interleave(kept)]
 
 
 def _interleave(samples: Sequence[Sample], sizes: Sequence[int] = SAMPLE_SIZES) -> list[Sample]:

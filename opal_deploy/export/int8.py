@@ -7,10 +7,9 @@ inherit its rounding (4 % of the cells on a ResNet-50 trained on birds). Activat
 - uint8 for processors. After a ReLU all 256 steps are used, and runtimes fuse convolution, ReLU and rounding.
 - int8, symmetric, for TensorRT, which takes no other zero point than 0. ONNX Runtime has no fast kernels for it.
 
-Rounded weights shift the mean of each channel; biases are corrected by that shift, with means of the calibration images
-(Nagel et al., ICCV 2019, section 4.2). ONNX Runtime hands the rounded value to every reader of a
-quantised tensor, so residual sums add rounded values too. Where a network does not tolerate that, `refinements` undo
-it, and int8 in the layers whose rounding changes most.
+Biases are corrected by the shift of each channel's mean that rounded weights cause (Nagel et al., ICCV 2019, section
+4.2). Residual sums add rounded values too. Where a network does not tolerate that, `refinements` undo it, and int8 in
+the layers whose rounding changes most.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ from opal_deploy.export.graph_edit import (
     with_outputs,
 )
 from opal_deploy.export.images import Pixels
+from opal_deploy.export.portable import drop_unused_constants
 from opal_deploy.runtime.devices import available_cpus
 from opal_deploy.runtime.onnx_session import prepare_input
 
@@ -75,13 +75,11 @@ def to_int8(
     backbone = nodes_between(graph, body_input(graph), projection_input(graph))
     weights = {tensor.name for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT}
     nodes = [node for node in graph.node if node.output[0] in backbone]
-    weighted = [node for node in nodes if node.op_type in _WEIGHTED and node.input[1] in weights][1:]
+    chosen = [node for node in nodes if node.op_type in _WEIGHTED and node.input[1] in weights][1:]
     kinds: tuple[str, ...] = _WEIGHTED
-    chosen = weighted
     if activations == "uint8":
-        made = {node.output[0] for node in weighted}
-        kinds += _FUSED
-        chosen = weighted + [node for node in nodes if node.op_type in _FUSED and node.input[0] in made]
+        made, kinds = {node.output[0] for node in chosen}, (*_WEIGHTED, *_FUSED)
+        chosen += [node for node in nodes if node.op_type in _FUSED and node.input[0] in made]
     with tempfile.TemporaryDirectory(prefix="opal-int8-") as folder:
         source, target = Path(folder, "fp32.onnx"), Path(folder, "int8.onnx")
         onnx.save(model, source)
@@ -143,7 +141,7 @@ class _Runner:
         totals = [np.zeros(1)] * len(names)
         for values in self.run(model, names):
             sums = (value.reshape(*value.shape[:2], -1).mean(axis=2, dtype=np.float64).sum(axis=0) for value in values)
-            totals = [total + each for total, each in zip(totals, sums, strict=True)]
+            totals = [total + added for total, added in zip(totals, sums, strict=True)]
         return [total / len(self._pixels) for total in totals]
 
     def values(self, model: onnx.ModelProto, name: str) -> NDArray[np.float32]:
@@ -192,9 +190,7 @@ def store_weights(model: onnx.ModelProto) -> onnx.ModelProto:
         shape[axis] = scale.size
         graph.initializer.append(numpy_helper.from_array(_round(weight, scale.reshape(shape)), node.output[0]))
         graph.node.remove(node)
-    used = {name for node in graph.node for name in node.input}
-    for tensor in [tensor for tensor in graph.initializer if tensor.name not in used]:
-        graph.initializer.remove(tensor)
+    drop_unused_constants(graph)
     return stored
 
 
@@ -270,15 +266,13 @@ def _quantise_only(
         for i, name in enumerate(node.input):
             if _is_dequantised(made_by, name):
                 node.input[i] = made_by[made_by[name].input[0]].input[0]
-    plain = {tensor.name: tensor for tensor in baseline.graph.initializer if tensor.name in biases}
     needed = nodes_of(graph, [output.name for output in graph.output])
     for node in [node for node in graph.node if node.output[0] not in needed]:
         graph.node.remove(node)
-    used = {name for node in graph.node for name in node.input}
-    for tensor in list(graph.initializer):
-        if tensor.name not in used:
-            graph.initializer.remove(tensor)
-        elif tensor.name in plain:
+    drop_unused_constants(graph)
+    plain = {tensor.name: tensor for tensor in baseline.graph.initializer if tensor.name in biases}
+    for tensor in graph.initializer:
+        if tensor.name in plain:
             tensor.CopyFrom(plain[tensor.name])
     return changed
 
@@ -291,11 +285,10 @@ class _CalibrationReader(CalibrationDataReader):  # type: ignore[misc]  # ONNX R
     """The calibration images as inputs of the graph, in batches."""
 
     def __init__(self, pixels: Pixels, metadata: Metadata) -> None:
-        self._inputs = _batches(pixels, metadata)
+        self._inputs = ({INPUT: batch} for batch in _batches(pixels, metadata))
 
     def get_next(self) -> dict[str, NDArray[Any]] | None:
-        batch = next(self._inputs, None)
-        return None if batch is None else {INPUT: batch}
+        return next(self._inputs, None)
 
 
 def _batches(pixels: Pixels, metadata: Metadata) -> Iterator[NDArray[Any]]:

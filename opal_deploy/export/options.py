@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ _WEB = "Static site for browsers (--web)"
 _TRITON = "Triton model repository (--triton)"
 # buffers for the largest batch stay allocated on the device and in page-locked memory
 _MAX_BATCH = 4096
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,34 +43,13 @@ class EngineOptions(Options):
         ),
     ] = ()
     batch: Annotated[int | str, Option("Batch sizes MIN:OPT:MAX, or one size.", panel=_ENGINES, cli=str)] = "1:64:256"
-    workspace: Annotated[
-        int | str | None,
-        Option("Device memory that one layer may use, such as 4G.", default="all", panel=_ENGINES, cli=str),
-    ] = None
-    timing_cache: Annotated[
-        StrPath | None, Option("File that keeps kernel timings between builds.", panel=_ENGINES, cli=Path)
-    ] = None
-    optimization_level: Annotated[
-        int | None, Option("0 builds fastest, 5 runs fastest.", min=0, max=5, default="the builder's", panel=_ENGINES)
-    ] = None
-    version_compatible: Annotated[
-        bool, Option("The engine runs with newer TensorRT releases of its major version.", panel=_ENGINES)
-    ] = False
-    hardware_compatible: Annotated[
-        Literal["ampere+", "same"] | None,
-        Option("The engine runs on other GPUs: Ampere and newer, or the same compute capability.", panel=_ENGINES),
-    ] = None
-    strip_weights: Annotated[
-        bool, Option("Leave out the weights; loading restores them from the ONNX file.", panel=_ENGINES)
-    ] = False
     rebuild: Annotated[bool, Option("Build even if the same engine exists.", panel=_ENGINES)] = False
-    verbose: Annotated[bool, Option("Show the builder's log.", panel=_ENGINES)] = False
 
     def __post_init__(self) -> None:
         if isinstance(self.target, str):
             object.__setattr__(self, "target", (self.target,))
         super().__post_init__()
-        self.to_dict()  # parses batch and workspace
+        self.to_dict()  # parses the batch
 
     @property
     def batch_range(self) -> BatchRange:
@@ -87,27 +64,11 @@ class EngineOptions(Options):
             raise UsageError(f"--batch {self.batch!r}: expected 1 <= MIN <= OPT <= MAX <= {_MAX_BATCH}")
         return BatchRange(*sizes)
 
-    @property
-    def workspace_bytes(self) -> int | None:
-        """Bytes of device memory that one layer may use; None leaves it to the builder."""
-        if self.workspace is None:
-            return None
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:i?b)?", str(self.workspace).strip().lower())
-        size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
-        if not 1 << 20 <= size <= 1 << 40:
-            raise UsageError(f"--workspace {self.workspace!r}: expected between 1M and 1024G, such as 4G")
-        return size
-
     def to_dict(self) -> dict[str, Any]:
         """Return the options that change the engine, for its sidecar."""
         batch = self.batch_range
         return {
             "batch": [batch.min, batch.opt, batch.max],
-            "workspace": self.workspace_bytes,
-            "optimization_level": self.optimization_level,
-            "version_compatible": self.version_compatible,
-            "hardware_compatible": self.hardware_compatible,
-            "strip_weights": self.strip_weights,
             "tf32": False,
         }
 
@@ -258,15 +219,10 @@ class WebOptions(Decision, CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(WebOptions, TritonOptions, EngineExportOptions):
-    """The options of `opal-deploy export`, whose result depends on `trt`, `triton`, `hf`, `mlflow` and `web`."""
+    """The options of `opal-deploy export`, whose result depends on `trt`, `triton` and `web`."""
 
     trt: Annotated[bool, Option("Build TensorRT engines too; no GPU is needed.")] = False
     triton: Annotated[StrPath | None, Option("Write a repository of two models here.", panel=_TRITON, cli=Path)] = None
-    hf: Annotated[
-        StrPath | None,
-        Option("Write a folder for Hugging Face's Optimum.", cli=Path),
-    ] = None
-    mlflow: Annotated[StrPath | None, Option("Write a folder for `mlflow.pyfunc.load_model`.", cli=Path)] = None
     web: Annotated[
         StrPath | None,
         Option("Write a page that runs the model in a browser.", panel=_WEB, cli=Path),

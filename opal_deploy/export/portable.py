@@ -17,6 +17,7 @@ from onnx import defs, helper, numpy_helper
 OPSET, FILE_OPSET = 18, 17
 # that of opset 17; onnx 1.23 writes 14 by default, which ONNX Runtime 1.31 rejects
 IR_VERSION = 8
+_OWN_DOMAINS = ("", "ai.onnx")
 _REDUCTIONS = tuple(
     f"Reduce{kind}" for kind in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
 )
@@ -29,7 +30,7 @@ def make_portable(graph: onnx.GraphProto) -> None:
     """
     described = (*graph.input, *graph.value_info, *graph.output)
     shapes = {value.name: [size.dim_value for size in value.type.tensor_type.shape.dim] for value in described}
-    constants = {each.name: numpy_helper.to_array(each) for each in graph.initializer}
+    constants = _constants(graph)
     nodes = []
     for node in graph.node:
         shape = shapes.get(node.input[0], []) if node.input else []
@@ -44,7 +45,7 @@ def make_portable(graph: onnx.GraphProto) -> None:
         nodes.append(node)
     del graph.node[:]
     graph.node.extend(nodes)
-    _drop_unused_constants(graph)
+    drop_unused_constants(graph)
 
 
 def _norm_as_product(graph: onnx.GraphProto, node: onnx.NodeProto, width: int) -> list[onnx.NodeProto]:
@@ -64,7 +65,7 @@ def _norm_as_product(graph: onnx.GraphProto, node: onnx.NodeProto, width: int) -
 
 def _sums_last_axis(node: onnx.NodeProto, constants: dict[str, np.ndarray[Any, Any]]) -> bool:
     """Return whether a ReduceSum of three axes leaves the first two."""
-    keeps = next((each.i for each in node.attribute if each.name == "keepdims"), 1)
+    keeps = next((attribute.i for attribute in node.attribute if attribute.name == "keepdims"), 1)
     return not keeps and len(node.input) == 2 and constants.get(node.input[1], np.array(0)).tolist() in ([2], [-1])
 
 
@@ -103,7 +104,7 @@ def to_file_opset(model: onnx.ModelProto) -> onnx.ModelProto:
     if opset_of(model) != OPSET:
         return model
     changed = copy.deepcopy(model)
-    constants = {each.name: numpy_helper.to_array(each) for each in changed.graph.initializer}
+    constants = _constants(changed.graph)
     for node in changed.graph.node:
         if node.op_type in _REDUCTIONS and len(node.input) > 1:
             axes = constants[node.input.pop()]
@@ -117,7 +118,7 @@ def to_file_opset(model: onnx.ModelProto) -> onnx.ModelProto:
             _drop_attribute(node, "allowzero")
         if not _is_in(FILE_OPSET, node):
             return model
-    _drop_unused_constants(changed.graph)
+    drop_unused_constants(changed.graph)
     set_opset(changed, FILE_OPSET)
     return changed
 
@@ -128,7 +129,7 @@ def from_file_opset(model: onnx.ModelProto) -> onnx.ModelProto:
         return model
     changed = copy.deepcopy(model)
     for node in changed.graph.node:
-        axes = next((each.ints for each in node.attribute if each.name == "axes"), None)
+        axes = next((attribute.ints for attribute in node.attribute if attribute.name == "axes"), None)
         if node.op_type in _REDUCTIONS and axes is not None:
             name = f"{node.output[0]}_axes"
             changed.graph.initializer.append(numpy_helper.from_array(np.array(axes, np.int64), name))
@@ -142,35 +143,38 @@ def from_file_opset(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _is_in(version: int, node: onnx.NodeProto) -> bool:
     """Return whether an opset has a node's operator with these attributes and inputs."""
-    if node.domain not in ("", "ai.onnx"):
+    if node.domain not in _OWN_DOMAINS:
         return True
     try:
         schema = defs.get_schema(node.op_type, version)
     except defs.SchemaError:
         return False
-    return len(node.input) <= schema.max_input and {each.name for each in node.attribute} <= set(schema.attributes)
+    attributes = {attribute.name for attribute in node.attribute}
+    return len(node.input) <= schema.max_input and attributes <= set(schema.attributes)
 
 
 def opset_of(model: onnx.ModelProto) -> int:
     """Return the opset of ONNX's own operators."""
-    return int(max(each.version for each in model.opset_import if each.domain in ("", "ai.onnx")))
+    return int(max(opset.version for opset in model.opset_import if opset.domain in _OWN_DOMAINS))
 
 
 def set_opset(model: onnx.ModelProto, version: int) -> None:
     """Declare another opset of ONNX's own operators."""
-    for each in model.opset_import:
-        if each.domain in ("", "ai.onnx"):
-            each.version = version
+    for opset in model.opset_import:
+        if opset.domain in _OWN_DOMAINS:
+            opset.version = version
+
+
+def _constants(graph: onnx.GraphProto) -> dict[str, np.ndarray[Any, Any]]:
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
 
 
 def _drop_attribute(node: onnx.NodeProto, name: str) -> None:
-    kept = [each for each in node.attribute if each.name != name]
-    del node.attribute[:]
-    node.attribute.extend(kept)
+    for attribute in [attribute for attribute in node.attribute if attribute.name == name]:
+        node.attribute.remove(attribute)
 
 
-def _drop_unused_constants(graph: onnx.GraphProto) -> None:
+def drop_unused_constants(graph: onnx.GraphProto) -> None:
     used = {name for node in graph.node for name in node.input}
-    constants = [each for each in graph.initializer if each.name in used]
-    del graph.initializer[:]
-    graph.initializer.extend(constants)
+    for tensor in [tensor for tensor in graph.initializer if tensor.name not in used]:
+        graph.initializer.remove(tensor)

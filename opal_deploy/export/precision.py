@@ -1,16 +1,12 @@
 """Narrow floating-point types on the ONNX graph itself: float16 and bfloat16 (docs/precision.md).
 
-TensorRT 11 builds strongly typed networks only, so precision is a property of the graph, and a target machine converts
-without torch. The body, from the normalised images to the projection, is converted; softmax, maximum and everything
-after them stay float32.
+The body, from the normalised images to the projection, is cast; softmax, maximum and everything after them stay
+float32. bfloat16 has 8 significant bits: a projection rounded to that makes neighbouring cells equal, so it stays
+float32. Converters such as onnxconverter-common cast the head too, and do not know bfloat16.
 
-- float16 and bfloat16 are casts. bfloat16 has 8 significant bits: a projection rounded to that makes neighbouring cells
-  equal, so it stays float32. Converters such as onnxconverter-common cast whole graphs, the head included, and do not
-  know bfloat16.
-- `simulate_low_precision` is for machines that lack the arithmetic. ONNX Runtime has no bfloat16 convolutions on CPUs,
-  and its float16 there is float32 arithmetic between two casts: 300 * 300 does not overflow, so a model that passes
-  there may fail on a GPU. A simulated graph keeps values in float32 and rounds each to the narrow type after every
-  operation, as a GPU stores it between kernels; sums inside one operation are float32's, as in a tensor core.
+ONNX Runtime has no bfloat16 convolutions on CPUs, and its float16 there is float32 arithmetic between two casts:
+300 * 300 does not overflow. `simulate_low_precision` keeps values in float32 and rounds each to the narrow type after
+every operation, as a GPU stores it between kernels; sums inside one operation are float32's, as in a tensor core.
 """
 
 from __future__ import annotations
@@ -89,9 +85,7 @@ def _cast_body(model: onnx.ModelProto, to: FloatType, end: str) -> onnx.ModelPro
     inner = {name for node in graph.node if node.output[0] in body for name in node.output if name != end}
     for node in graph.node:
         if node.output[0] not in body:
-            for index, name in enumerate(node.input):
-                if name in inner:
-                    node.input[index] = f"{name}_back"
+            node.input[:] = [f"{name}_back" if name in inner else name for name in node.input]
             continue
         for index, name in enumerate(node.input):
             if name == start:
@@ -102,9 +96,7 @@ def _cast_body(model: onnx.ModelProto, to: FloatType, end: str) -> onnx.ModelPro
                 if name not in converted:
                     converted[name] = _convert(graph, weights[name], to, shared=name in outside)
                 node.input[index] = converted[name]
-        for index, name in enumerate(node.output):
-            if name == end:
-                node.output[index] = cast_out
+        node.output[:] = [cast_out if name == end else name for name in node.output]
         _retype(node, to)
     nodes = list(graph.node)
     first = min(i for i, node in enumerate(nodes) if cast_in in node.input)
@@ -124,12 +116,9 @@ def _cast_body(model: onnx.ModelProto, to: FloatType, end: str) -> onnx.ModelPro
 def _convert(graph: onnx.GraphProto, tensor: onnx.TensorProto, to: FloatType, *, shared: bool) -> str:
     """Change a weight's type, or add a narrow copy where float32 nodes read the weight too; return the name to read."""
     values = numpy_helper.to_array(tensor)
-    finite = values[np.isfinite(values)]
-    if finite.size and float(np.abs(finite).max()) > to.largest:
-        raise ArtifactError(
-            f"weight {tensor.name} reaches {float(np.abs(finite).max()):.3g}, beyond {to.name}'s {to.largest:g}; "
-            "keep fp32"
-        )
+    largest = float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
+    if largest > to.largest:
+        raise ArtifactError(f"weight {tensor.name} reaches {largest:.3g}, beyond {to.name}'s {to.largest:g}; keep fp32")
     name = f"{tensor.name}_{to.name}" if shared else tensor.name
     narrowed = numpy_helper.from_array(values.astype(to.numpy_type), name)
     if shared:
@@ -170,9 +159,7 @@ def simulate_low_precision(model: onnx.ModelProto) -> onnx.ModelProto:
         rounded = [name for name in node.output if name in narrow and (narrowing or node.op_type not in _EXACT)]
         if narrowing:
             node.attribute[0].i = TensorProto.FLOAT
-        for index, name in enumerate(node.output):
-            if name in rounded:
-                node.output[index] = f"{name}_unrounded"
+        node.output[:] = [f"{name}_unrounded" if name in rounded else name for name in node.output]
         nodes.append(node)
         for name in rounded:
             nodes += [

@@ -10,7 +10,7 @@ images then leaves as they are: IREE 3.13 casts numbers above 127 to uint8 wrong
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +18,11 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper, parser
+from PIL import Image
 
 from opal_deploy.artifact.outputs import INPUT, Outputs
 from opal_deploy.artifact.test_vectors import Reference
-from opal_deploy.export.images import Pixels, VerificationImages, run_in_batches
+from opal_deploy.export.images import Pixels, run_in_batches
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import to_input
 from opal_deploy.runtime.gates import GATES
@@ -105,18 +106,17 @@ def _constants(size: tuple[int, int]) -> dict[str, NDArray[Any]]:
 
 
 def compare_resizing(
-    session: OnnxSession, images: VerificationImages, run: Callable[[Pixels], Reference]
+    session: OnnxSession, images: Iterable[Image.Image], run: Callable[[Pixels], Reference]
 ) -> Comparison:
     """Compare a `with_resizing` graph's answers on whole images with its answers on images that the pipeline resized.
 
     Args:
         session: on the graph.
-        images: as many as are to be compared.
+        images: images of any size.
         run: returns the reference that the same graph is on uint8 [n, H0, W0, 3].
     """
     resized, computed = [], []
-    for number in range(len(images.names)):
-        image = images.read_original(number)
+    for image in images:
         resized.append(to_input(image, compute_geometry(image), session.metadata.input_size))
         computed.append(session.run_normalised(np.asarray(image)[None]))
     reference = run_in_batches(run, np.stack(resized), Reference.concatenate)

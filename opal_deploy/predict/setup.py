@@ -75,14 +75,13 @@ def find_default_model(
     Searches the working directory or, if it has no model, the newest run below `runs` that has one. Errors name
     `option` as the way to give a model.
     """
-    from opal_deploy.runtime.cuda import number_gpu
-    from opal_deploy.runtime.devices import split_devices
+    from opal_deploy.runtime.devices import parse_device, split_devices
     from opal_deploy.runtime.onnx_session import cuda_is_usable
     from opal_deploy.runtime.select import find_model, find_newest_run
     from opal_deploy.runtime.tensorrt import find_incompatibility_here
 
     # the first device decides: a session refuses devices of different kinds
-    index = number_gpu(split_devices(device)[0])
+    _, index = parse_device(split_devices(device)[0])
 
     def check_engine(sidecar: Sidecar) -> str:
         if device == "cpu":
@@ -91,7 +90,7 @@ def find_default_model(
 
     gpu = device != "cpu" and cuda_is_usable()
     run = find_newest_run(Path(), runtime)
-    folder, prefix, origin = (Path(), "", "") if run is None else (run.folder, "best.", f"{run.describe()}; ")
+    folder, prefix, origin = (Path(), "", "") if run is None else (run, "best.", "of the newest exported run in runs; ")
     choice = find_model(folder, gpu=gpu, check_engine=check_engine, runtime=runtime, prefix=prefix, option=option)
     log(f"Model: {choice.path} ({origin}{choice.reason})")
     return choice.path

@@ -5,22 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, require
-from opal_deploy.runtime.devices import (
-    COMPUTE_MODES,
-    NO_GPU_ADVICE,
-    Driver,
-    Gpu,
-    is_importable,
-    parse_device,
-    read_driver,
-)
+from opal_deploy.runtime.devices import NO_GPU_ADVICE, Driver, Gpu, is_importable, read_driver
 
 if TYPE_CHECKING:
     # `doctor` works without numpy
@@ -33,12 +23,9 @@ Graph = Any
 # cudaErrorMemoryAllocation, cudaErrorDevicesUnavailable, cudaErrorNoDevice,
 # cudaErrorHostMemoryAlreadyRegistered
 _OUT_OF_MEMORY, _UNAVAILABLE, _NO_DEVICE, _ALREADY_REGISTERED = 2, 46, 100, 712
-# the driver's part of CUDA
-CUDA_LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
-# what the extra `gpu` brings
-_CUDA_VERSION = (13, 0)
-# the lowest compute capability that each CUDA major version has kernels for
-_OLDEST_GPU = {12: (5, 0), 13: (7, 5)}
+# what the extras `gpu`, `trt` and `trt-rtx` bring, and the lowest compute capability that it has kernels for
+CUDA_VERSION = (13, 0)
+_OLDEST_GPU = (7, 5)
 # libraries of ONNX Runtime's CUDA provider, each after those it needs; it opens cuDNN at the first convolution
 _LIBRARIES = ("cudart", "nvJitLink", "nvrtc", "cublasLt", "cublas", "curand", "cufft", "cudnn")
 
@@ -48,7 +35,7 @@ class Cuda:
 
     Attributes:
         index: the device's number as CUDA counts, CUDA_VISIBLE_DEVICES applied.
-        gpu: name, memory, compute capability and compute mode.
+        gpu: name, memory and compute capability.
         uuid: the GPU's UUID in hex, which distinguishes two GPUs of one kind.
     """
 
@@ -73,11 +60,7 @@ class Cuda:
         properties = self._call("cudaGetDeviceProperties", index)
         name = properties.name.decode() if isinstance(properties.name, bytes) else str(properties.name)
         self.uuid = bytes(properties.uuid.bytes).hex()
-        mode = int(self._call("cudaDeviceGetAttribute", runtime.cudaDeviceAttr.cudaDevAttrComputeMode, index))
-        self.gpu = Gpu(
-            index, name, int(properties.totalGlobalMem), (int(properties.major), int(properties.minor)),
-            COMPUTE_MODES.get(mode, "default"),
-        )  # fmt: skip
+        self.gpu = Gpu(index, name, int(properties.totalGlobalMem), (int(properties.major), int(properties.minor)))
 
     @contextlib.contextmanager
     def activated(self) -> Iterator[None]:
@@ -267,79 +250,33 @@ def visible_driver() -> Driver:
     return replace(driver, gpus=tuple(gpus), problem=problem)
 
 
-def find_free_gpu() -> int | None:
-    """Return the number of the first GPU that takes this process, as CUDA counts; None where none does.
-
-    A GPU in exclusive mode is tried with a context that is freed at once; no other GPU gets one.
-    """
-    return next((gpu.index for gpu in visible_driver().gpus if _takes_process(gpu)), None)
-
-
-def number_gpu(device: str) -> int:
-    """Return the number of the GPU that a device name stands for; for `auto` the first that takes this process."""
-    kind, index = parse_device(device)
-    return (find_free_gpu() or 0) if kind == "auto" else index
-
-
-def _takes_process(gpu: Gpu) -> bool:
-    if gpu.compute_mode != "exclusive" or not is_importable("cuda.bindings"):
-        return gpu.compute_mode == "default"
-    from cuda.bindings import driver
-
-    _, device = driver.cuDeviceGet(gpu.index)
-    error, _ = driver.cuDevicePrimaryCtxRetain(device)
-    if int(error) == 0:
-        driver.cuDevicePrimaryCtxRelease(device)
-    return int(error) == 0
-
-
-def diagnose_gpu(driver: Driver, cuda: tuple[int, int] = _CUDA_VERSION) -> tuple[str, str]:
-    """Return why no GPU here runs programs of a CUDA version and what to do; two empty strings where one does.
+def diagnose_gpu(driver: Driver) -> tuple[str, str]:
+    """Return why no GPU here runs programs for CUDA 13 and what to do; two empty strings where one does.
 
     Args:
         driver: as `read_driver` returns it, with all GPUs.
-        cuda: the programs' CUDA version.
     """
     gpus = driver.gpus
     if not gpus:
         return driver.problem, NO_GPU_ADVICE
-    if driver.cuda and driver.cuda < cuda:
-        newest, least = (".".join(map(str, version)) for version in (driver.cuda, cuda))
-        return f"driver {driver.version} runs CUDA {newest} at most, and this needs {least}", "update the NVIDIA driver"
-    oldest = _OLDEST_GPU.get(cuda[0], (0, 0))
-    if all(gpu.compute_capability < oldest for gpu in gpus):
+    needed, oldest = (".".join(map(str, version)) for version in (CUDA_VERSION, _OLDEST_GPU))
+    if driver.cuda and driver.cuda < CUDA_VERSION:
+        newest = ".".join(map(str, driver.cuda))
+        return (
+            f"driver {driver.version} runs CUDA {newest} at most, and this needs {needed}",
+            "update the NVIDIA driver",
+        )
+    if all(gpu.compute_capability < _OLDEST_GPU for gpu in gpus):
         names = ", ".join(gpu.name for gpu in gpus)
-        needed = ".".join(map(str, oldest))
-        return f"CUDA {cuda[0]} needs compute capability {needed} or newer, and this is {names}", "use the CPU"
-    if all(gpu.compute_mode == "prohibited" for gpu in gpus):
-        return "no process may use the GPU (compute mode prohibited)", "reset it: sudo nvidia-smi -c 0"
-    if all(gpu.mig_instances == 0 for gpu in gpus):
-        advice = "create one (sudo nvidia-smi mig -cgi 0 -C), or turn MIG off (sudo nvidia-smi -mig 0)"
-        return "the GPU is in MIG mode and has no instance", advice
-    return _diagnose_visibility()
-
-
-def _diagnose_visibility() -> tuple[str, str]:
-    """Return why CUDA shows this process none of the GPUs that exist, and what to do."""
+        return f"CUDA {needed} needs compute capability {oldest} or newer, and this is {names}", "use the CPU"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    hidden = f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES"
-    if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):
-        return hidden
     error, text = start_cuda() if is_importable("cuda.bindings") else (0, "")
-    if error == 0:
-        gpus = visible_driver().gpus
-        if not gpus or any(_takes_process(gpu) for gpu in gpus):
-            return "", ""
-        advice = "wait for its end, or let others in: sudo nvidia-smi -c 0"
-        return "another process has the GPU for itself (compute mode exclusive)", advice
-    if visible is not None and error == _NO_DEVICE:
-        return hidden
-    try:
-        ctypes.CDLL(CUDA_LIBRARY)
-    except OSError as missing:
-        advice = "set NVIDIA_DRIVER_CAPABILITIES=compute,utility for the container, or reinstall the NVIDIA driver"
-        return f"the driver's CUDA library does not load: {missing}", advice
-    return f"CUDA does not start ({text})", "compare with `nvidia-smi`, and restart after an update of the driver"
+    if visible is not None and (visible.strip() in ("", "-1", "NoDevFiles") or error == _NO_DEVICE):
+        return f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES"
+    if error:
+        advice = "restart after an update of the driver; in a container, set NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        return f"CUDA does not start ({text})", advice
+    return "", ""
 
 
 def start_cuda() -> tuple[int, str]:
@@ -356,31 +293,14 @@ def _read_error(runtime: Any, error: Any) -> str:
 
 
 def load_cuda_libraries() -> None:
-    """Load the libraries of ONNX Runtime's CUDA provider into this process; print nothing on stdout.
+    """Load the libraries of ONNX Runtime's CUDA provider into this process.
 
-    NVIDIA's `cuda.pathfinder` searches site-packages, Conda, CUDA_PATH and the system's folders; the rest of Python's
-    import path, such as a folder of `pip install --target`, is searched after it. Without pathfinder, ONNX Runtime's
-    `preload_dlls` looks next to itself. A missing library is not an error here: ONNX Runtime names it.
+    NVIDIA's `cuda.pathfinder` searches site-packages, Conda, CUDA_PATH and the system's folders. A missing library is
+    not an error here: ONNX Runtime names it.
     """
-    try:
-        from cuda import pathfinder
-    except ImportError:
-        import onnxruntime
+    from cuda import pathfinder
 
-        # it prints what it does not find
-        with contextlib.redirect_stdout(sys.stderr):
-            onnxruntime.preload_dlls()
-        return
     for name in _LIBRARIES:
-        try:
+        # not found, does not load, or not known to this version
+        with contextlib.suppress(RuntimeError, OSError, ValueError):
             pathfinder.load_nvidia_dynamic_lib(name)
-        except (RuntimeError, OSError, ValueError):  # not found, does not load, or not known to this version
-            _load_from_packages(name)
-
-
-def _load_from_packages(name: str) -> None:
-    # not the import system's own search: some of NVIDIA's packages make `nvidia` a package of one folder
-    for folder in sys.path:
-        for path in sorted(Path(folder, "nvidia").glob(f"*/lib/lib{name}.so.*")):
-            with contextlib.suppress(OSError):
-                ctypes.CDLL(str(path))

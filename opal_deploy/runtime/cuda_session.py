@@ -12,7 +12,6 @@ session, whose shapes never change.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,49 +19,29 @@ import numpy as np
 
 from opal_deploy.artifact.outputs import INPUT, FloatArray, Outputs, TensorSpec, tensor_specs
 from opal_deploy.errors import UsageError
-from opal_deploy.runtime.buffers import BufferSet
-from opal_deploy.runtime.cuda import Cuda, Graph, Stream, load_cuda_libraries, number_gpu
-from opal_deploy.runtime.cuda_options import CudaOptions
+from opal_deploy.runtime.cuda import Cuda, Stream, load_cuda_libraries
+from opal_deploy.runtime.devices import parse_device
 from opal_deploy.runtime.onnx_session import CPU, CUDA, OnnxSession, runs_on_cuda, translate_errors
-from opal_deploy.runtime.pipeline import PipelineSession
-from opal_deploy.runtime.verification import verify_test_vectors
+from opal_deploy.runtime.pipeline import BufferSet, PipelineSession
 
 # a part of a batch is executed as the next larger one of these
 BATCH_SIZES = (1, 8, 16, 32, 64, 256)
-# a session allocates in its first runs, which a CUDA graph must not
-_RUNS_BEFORE_GRAPH = 2
 _FATAL_SEVERITY = 4
 # where bound memory lies, in ONNX Runtime's words
 _DEVICE_TYPE = "cuda"
 
 
-@dataclass
-class _BoundBuffers:
-    """A set of buffers bound to the session of its size, and the CUDA graph of the session's kernels on it."""
-
-    binding: Any
-    options: Any
-    runs: int = 0
-    graph: Graph | None = None
-
-
 class OnnxKernels:
-    """The `Kernels` of an ONNX file: one ONNX Runtime session per batch size, made when it first occurs.
+    """The `Kernels` of an ONNX file: one ONNX Runtime session per batch size, made when it first occurs."""
 
-    With `record_graphs` the kernels of each set of buffers are launched as one CUDA graph. ONNX Runtime's own graphs do
-    not fit: each thread records them anew, and no other thread may allocate while one is recorded.
-    """
-
-    def __init__(
-        self, cuda: Cuda, load: Callable[[], Any], specs: dict[str, TensorSpec], *, record_graphs: bool = False
-    ) -> None:
+    def __init__(self, cuda: Cuda, load: Callable[[], Any], specs: dict[str, TensorSpec]) -> None:
         """Load the first session, so that a graph that does not load fails now; `load` returns one per call."""
-        self._cuda, self._load, self._specs, self._record_graphs = cuda, load, specs, record_graphs
+        self._cuda, self._load, self._specs = cuda, load, specs
         self._sizes = list(BATCH_SIZES)
         self._unused: list[Any] = [load()]
         self._sessions: dict[int, Any] = {}
-        # by the number of the set of buffers
-        self._bound: dict[int, _BoundBuffers] = {}
+        # a set of buffers bound to the session of its size, by the set's number: binding and options of a run
+        self._bound: dict[int, tuple[Any, Any]] = {}
 
     @property
     def max_rows(self) -> int:
@@ -85,21 +64,10 @@ class OnnxKernels:
         with translate_errors(rows):
             if buffers.number not in self._bound:
                 self._bound[buffers.number] = self._bind(buffers, rows)
-            bound, session = self._bound[buffers.number], self._sessions[rows]
-            if self._record_graphs and bound.graph is None and bound.runs >= _RUNS_BEFORE_GRAPH:
-                bound.graph = self._cuda.record_graph(
-                    stream, lambda: session.run_with_iobinding(bound.binding, bound.options)
-                )
-            if bound.graph is not None:
-                self._cuda.launch_graph(bound.graph, stream)
-            else:
-                session.run_with_iobinding(bound.binding, bound.options)
-                bound.runs += 1
+            self._sessions[rows].run_with_iobinding(*self._bound[buffers.number])
 
     def release_memory(self) -> None:
         """See `Kernels.release_memory`: a session keeps all memory that it ever took, even where a run failed."""
-        graphs = tuple(bound.graph for bound in self._bound.values() if bound.graph is not None)
-        self._cuda.destroy(graphs=graphs)
         self._bound.clear()
         self._sessions.clear()
         self._unused.clear()
@@ -107,7 +75,7 @@ class OnnxKernels:
     def close(self) -> None:
         self.release_memory()
 
-    def _bind(self, buffers: BufferSet, rows: int) -> _BoundBuffers:
+    def _bind(self, buffers: BufferSet, rows: int) -> tuple[Any, Any]:
         import onnxruntime
 
         if rows not in self._sessions:
@@ -120,7 +88,7 @@ class OnnxKernels:
         options = onnxruntime.RunOptions()
         # the pipeline waits for an event after the copies of the outputs instead
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        return _BoundBuffers(binding, options)
+        return binding, options
 
 
 class CudaOnnxSession(PipelineSession, OnnxSession):
@@ -128,22 +96,9 @@ class CudaOnnxSession(PipelineSession, OnnxSession):
 
     batch_invariant = False
 
-    def __init__(self, path: Path, *, cuda_options: CudaOptions | None = None, **options: Any) -> None:
-        """Load a file of `opal-deploy export`; see `OnnxSession`.
-
-        Raises:
-            VerificationError: with these options the file does not reproduce its own test vectors.
-        """
-        self._cuda_options = cuda_options or CudaOptions()
-        super().__init__(path, **options)
-        if str(self._cuda_options):
-            self.description += f", {self._cuda_options}"
-            if self.metadata.test_vectors:
-                verify_test_vectors(self, str(path))
-
     def _load_on_device(self, device: str) -> None:
         load_cuda_libraries()
-        index = number_gpu(device)
+        _, index = parse_device(device)
         cuda = Cuda(index, "gpu")
         self.device, self._index = f"cuda:{index}", index
         with cuda.activated():
@@ -154,11 +109,11 @@ class CudaOnnxSession(PipelineSession, OnnxSession):
                 "user_compute_stream": str(int(stream)),
                 # by default a full arena doubles, and half of it may stay unused
                 "arena_extend_strategy": "kSameAsRequested",
-                **self._cuda_options.provider_options(self.metadata.precision),
+                # tensor cores compute in NHWC: in half precision, NCHW costs two transpositions a layer
+                "prefer_nhwc": str(int(self.metadata.precision == "fp16")),
+                "cudnn_conv_algo_search": "EXHAUSTIVE",
             }
-            self._sizes = OnnxKernels(
-                cuda, self._load_on_gpu, tensor_specs(self.metadata), record_graphs=self._cuda_options.enable_cuda_graph
-            )
+            self._sizes = OnnxKernels(cuda, self._load_on_gpu, tensor_specs(self.metadata))
             self._start_pipeline(cuda, self._sizes, stream)
 
     def _where(self) -> str:
@@ -177,13 +132,6 @@ class CudaOnnxSession(PipelineSession, OnnxSession):
                 f"ONNX Runtime could not start on CUDA device {self._index} and fell back to {providers[0]}; "
                 "see `opal-deploy doctor`, or use --device cpu"
             )
-        elsewhere = [part for part in session.get_provider_graph_assignment_info() if part.ep_name != CUDA]
-        if elsewhere and self._cuda_options.enable_cuda_graph:
-            operators = ", ".join(sorted({node.op_type for part in elsewhere for node in part.get_nodes()}))
-            raise UsageError(
-                f"{self._path}: enable_cuda_graph=1 needs all nodes on the GPU, and ONNX Runtime computes {operators} "
-                "on the CPU; export it again, or leave the option out"
-            )
         return session
 
     def add_batch_size(self, size: int) -> None:
@@ -196,21 +144,16 @@ class CudaOnnxSession(PipelineSession, OnnxSession):
 
 
 def open_onnx_session(
-    path: Path,
-    *,
-    device: str = "auto",
-    threads: int | None = None,
-    check_digest: bool = True,
-    cuda_options: CudaOptions | None = None,
+    path: Path, *, device: str = "auto", threads: int | None = None, check_digest: bool = True
 ) -> OnnxSession:
     """Load a file of `opal-deploy export` on a device.
 
     Args:
         path: the ONNX file.
         device: `cpu`, `cuda`, `cuda:1`, or `auto`: the GPU if ONNX Runtime can use one.
-        threads, check_digest, cuda_options: see `CudaOnnxSession`.
+        threads, check_digest: see `OnnxSession`.
 
     Errors are those of `OnnxSession`.
     """
     kind = CudaOnnxSession if runs_on_cuda(device) else OnnxSession
-    return kind(path, device=device, threads=threads, check_digest=check_digest, cuda_options=cuda_options)
+    return kind(path, device=device, threads=threads, check_digest=check_digest)

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from opal_deploy.errors import UsageError
 
@@ -28,8 +28,6 @@ T = TypeVar("T")
 LIBRARY = "libnvidia-ml.so.1"
 NO_GPU_ADVICE = "install the NVIDIA driver (in a container: docker run --gpus all)"
 
-# NVML's and CUDA's numbers
-COMPUTE_MODES = {0: "default", 1: "exclusive", 2: "prohibited", 3: "exclusive"}
 # why a GPU's clocks are not the highest (nvmlClocksEventReasons), by bit
 _CLOCK_REASONS = {
     0x001: "gpu_idle",
@@ -42,7 +40,6 @@ _CLOCK_REASONS = {
     0x080: "hw_power_brake_slowdown",
     0x100: "display_clock_setting",
 }
-_EXPECTED = "expected auto, cpu, cuda, cuda:N, or numbers such as 0 or 0,1"
 
 
 def available_cpus() -> int:
@@ -86,7 +83,7 @@ def split_devices(devices: str) -> list[str]:
         return [devices]
     numbers = devices.split(",")
     if not all(number.isdigit() for number in numbers) or len(set(numbers)) != len(numbers):
-        raise UsageError(f"device {devices!r}: {_EXPECTED}")
+        raise UsageError(f"device {devices!r}: expected auto, cpu, cuda, cuda:N, or numbers such as 0,1")
     return [f"cuda:{number}" for number in numbers]
 
 
@@ -107,10 +104,10 @@ def default_workers(cores: int | None = None) -> int:
 def is_importable(module: str) -> bool:
     """Return whether a package is installed, without importing it; an empty folder left behind does not count."""
     try:
-        found = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         return False
-    return found is not None and found.origin is not None
+    return spec is not None and spec.origin is not None
 
 
 @dataclass(frozen=True)
@@ -119,16 +116,12 @@ class Gpu:
 
     Attributes:
         memory: in bytes; None where the driver does not report it (shared memory, MIG).
-        compute_mode: `default`, `exclusive` (one process at a time) or `prohibited`, as set by nvidia-smi.
-        mig_instances: number of MIG instances, to which CUDA is confined; None where MIG is off.
     """
 
     index: int
     name: str
     memory: int | None
     compute_capability: tuple[int, int]
-    compute_mode: str = "default"
-    mig_instances: int | None = None
 
 
 @dataclass(frozen=True)
@@ -147,10 +140,6 @@ class Driver:
     gpus: tuple[Gpu, ...] = ()
     problem: str = ""
 
-    def find_gpu(self, index: int) -> Gpu | None:
-        """Return the GPU of a number, or None."""
-        return next((gpu for gpu in self.gpus if gpu.index == index), None)
-
 
 class NvmlError(Exception):
     """NVML cannot read a GPU; the message is NVML's own."""
@@ -164,11 +153,9 @@ def read_driver() -> Driver:
         pynvml.nvmlInit()
     except pynvml.NVMLError_LibraryNotFound:
         return Driver(problem=f"no NVIDIA driver found ({LIBRARY})")
-    except pynvml.NVMLError_FunctionNotFound as error:  # a stub of the library, or a driver of before 2012
-        return Driver(problem=f"{LIBRARY} is not usable: {error}")
     except pynvml.NVMLError as error:
         code = int(error.value)
-        # the driver's own text says more than the package's
+        # the driver's own text says more than the package's, unless it is a stub of the library
         text = _read(lambda: pynvml.nvmlErrorString(code)) or str(pynvml.NVMLError(code))
         return Driver(problem=f"the NVIDIA driver does not answer: {text} ({code})")
     try:
@@ -189,11 +176,8 @@ def _read_gpus() -> Driver:
     version = _read(pynvml.nvmlSystemGetDriverVersion)
     number = _read(pynvml.nvmlSystemGetCudaDriverVersion_v2)
     cuda = None if number is None else (number // 1000, number % 1000 // 10)
-    count = _read(pynvml.nvmlDeviceGetCount)
-    if count is None:
-        return Driver(version, cuda, problem="the NVIDIA driver does not list its GPUs")
     gpus, lost = [], []
-    for index in range(count):
+    for index in range(_read(pynvml.nvmlDeviceGetCount) or 0):
         try:
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             name, capability = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetCudaComputeCapability(handle)
@@ -201,26 +185,9 @@ def _read_gpus() -> Driver:
             lost.append(str(index))
             continue
         memory = _read(functools.partial(pynvml.nvmlDeviceGetMemoryInfo, handle))
-        mode = _read(functools.partial(pynvml.nvmlDeviceGetComputeMode, handle))
-        gpus.append(
-            Gpu(
-                index, name, memory and int(memory.total), (capability[0], capability[1]),
-                COMPUTE_MODES.get(mode or 0, "default"), _count_mig_instances(handle),
-            )
-        )  # fmt: skip
+        gpus.append(Gpu(index, name, memory and int(memory.total), (capability[0], capability[1])))
     problem = f"GPU {', '.join(lost)} does not answer (lost, or no permission)" if lost else ""
     return Driver(version, cuda, tuple(gpus), problem or ("" if gpus else "the NVIDIA driver lists no GPU"))
-
-
-def _count_mig_instances(handle: Any) -> int | None:
-    import pynvml
-
-    mode = _read(lambda: pynvml.nvmlDeviceGetMigMode(handle))
-    if mode is None or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
-        return None
-    places = range(_read(lambda: int(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle))) or 0)
-    opened = (_read(functools.partial(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, place)) for place in places)
-    return sum(instance is not None for instance in opened)
 
 
 def _read(function: Callable[[], T]) -> T | None:
@@ -274,6 +241,4 @@ class GpuSensors:
     def read_clock_reasons(self) -> list[str] | None:
         """Return the reasons for which the clocks are not at their highest; None where the GPU does not report them."""
         bits = _read(lambda: int(self._nvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle)))
-        if bits is None:  # drivers before 535 have it under its old name
-            bits = _read(lambda: int(self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)))
         return None if bits is None else [name for bit, name in _CLOCK_REASONS.items() if bits & bit]

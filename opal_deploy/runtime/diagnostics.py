@@ -1,7 +1,7 @@
 """The runtimes installed on this machine: which can run inference, on which devices, and how to fix the others.
 
-Nothing here imports torch or a runtime into this process: onnxruntime and TensorRT are imported in a child process, so
-that a broken installation becomes one status among others.
+Nothing here imports torch or a runtime into this process: onnxruntime is imported in a child process, so that a broken
+installation becomes one status among others.
 """
 
 from __future__ import annotations
@@ -44,11 +44,8 @@ if "CUDAExecutionProvider" in providers:
         ctypes.CDLL(os.path.join(folder, "libonnxruntime_providers_cuda.so"))
     except Exception as error:
         problem = str(error)
-report = {"version": ort.__version__, "providers": providers, "problem": problem}
-report["cuda"] = str(getattr(ort, "cuda_version", "") or "")
-print("\\n" + json.dumps(report))
+print("\\n" + json.dumps({"version": ort.__version__, "providers": providers, "problem": problem}))
 """
-_TENSORRT_PROGRAM = "import importlib, sys; importlib.import_module(sys.argv[1]); print('\\n{}')"
 
 
 @dataclass(frozen=True)
@@ -83,28 +80,21 @@ def installed_version(*distributions: str) -> str | None:
 
 
 def query_onnxruntime(timeout: float = 60) -> dict[str, Any]:
-    """Import onnxruntime in a child process and return its `version`, `providers`, `cuda` and `problem`.
+    """Import onnxruntime in a child process and return its `version`, `providers`, and why CUDA does not load.
 
-    `problem` says why its CUDA libraries do not load. If the import fails or takes more than `timeout` seconds, only
-    `problem` is returned.
+    If the import fails or takes more than `timeout` seconds, only `problem` is returned.
     """
-    return _run_program(_ONNXRUNTIME_PROGRAM, str(Path(__file__).parents[2]), timeout=timeout)
-
-
-def _run_program(program: str, *arguments: str, timeout: float = 60) -> dict[str, Any]:
-    """Run a Python program in a child process and return the JSON of its last line, or `{"problem": ...}`."""
-    command = [sys.executable, "-P", "-c", program, *arguments]
+    command = [sys.executable, "-P", "-c", _ONNXRUNTIME_PROGRAM, str(Path(__file__).parents[2])]
     try:
         child = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout, check=False)
+        if child.returncode < 0:
+            return {"problem": f"cannot be imported: it crashed with signal {-child.returncode}"}
+        if child.returncode > 0:
+            lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
+            return {"problem": f"cannot be imported: {lines[-1]}"}
+        report: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"problem": f"cannot be imported: {error}"}
-    if child.returncode < 0:
-        return {"problem": f"cannot be imported: it crashed with signal {-child.returncode}"}
-    if child.returncode > 0:
-        lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
-        return {"problem": f"cannot be imported: {lines[-1]}"}
-    try:
-        report: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         return {"problem": f"does not say what it is: {child.stdout[-80:]!r}"}
     return report
@@ -114,120 +104,82 @@ def _diagnose_cuda(report: dict[str, Any], driver: Driver) -> tuple[str, str]:
     """Return why this onnxruntime cannot use a GPU here and what to do; two empty strings where it can."""
     if "CUDAExecutionProvider" not in report["providers"]:
         return "has no CUDA provider", install_command("gpu", instead_of="onnxruntime-gpu")
-    digits = report["cuda"].partition(".")[0]
-    problem = diagnose_gpu(driver, (int(digits) if digits.isdigit() else 13, 0))
-    if problem[0]:
-        return problem
-    if report["problem"]:
+    problem = diagnose_gpu(driver)
+    if not problem[0] and report["problem"]:
         return f"its CUDA libraries do not load: {report['problem']}", install_command("gpu")
-    return "", ""
+    return problem
 
 
 def _inspect_onnxruntime(driver: Driver) -> list[RuntimeStatus]:
     cpu, gpu = installed_version("onnxruntime"), installed_version("onnxruntime-gpu")
-    install_gpu = install_command("gpu") + ("" if driver.gpus else ", on a machine with an NVIDIA GPU")
-    absent_cpu = RuntimeStatus("onnxruntime", None, problem="not installed", advice=install_command("cpu"))
-    absent_gpu = RuntimeStatus("onnxruntime-gpu", None, problem="not installed", advice=install_gpu)
-    if cpu is None and gpu is None and not is_importable("onnxruntime"):
-        return [absent_cpu, absent_gpu]
+    if cpu is None and gpu is None:
+        return [
+            RuntimeStatus(name, None, problem="not installed", advice=install_command(extra))
+            for name, extra in (("onnxruntime", "cpu"), ("onnxruntime-gpu", "gpu"))
+        ]
     report = query_onnxruntime()
     providers = tuple(report.get("providers", ()))
-    broken = "" if providers else report["problem"]
-    on_cpu = "CPUExecutionProvider" in providers
-    statuses = []
-    if cpu is not None or gpu is None:  # an import without a known distribution: a private build
-        version = cpu or report.get("version", "of unknown origin")
+    broken, on_cpu = "" if providers else report["problem"], "CPUExecutionProvider" in providers
+    if cpu is None:
+        first = RuntimeStatus("onnxruntime", None, problem="not installed; onnxruntime-gpu stands in for it")
+    else:
         again = install_command("cpu", instead_of="onnxruntime") if broken else ""
-        on_gpu = "CUDAExecutionProvider" in providers and _diagnose_cuda(report, driver) == ("", "")
-        statuses.append(RuntimeStatus("onnxruntime", version, on_cpu, on_gpu, broken, again, providers))
-        first = f"pip uninstall --yes onnxruntime, then {install_gpu}"
-        absent_gpu = RuntimeStatus("onnxruntime-gpu", None, problem="not installed", advice=first)
+        first = RuntimeStatus("onnxruntime", cpu, on_cpu, False, broken, again, providers)
     if gpu is None:
-        return [*statuses, absent_gpu]
+        advice = install_command("gpu", instead_of="onnxruntime")
+        return [first, RuntimeStatus("onnxruntime-gpu", None, problem="not installed", advice=advice)]
     if broken:
         problem, advice = broken, install_command("gpu", instead_of="onnxruntime-gpu")
     else:
         problem, advice = _diagnose_cuda(report, driver)
-    status = RuntimeStatus("onnxruntime-gpu", gpu, on_cpu, not problem, problem, advice, providers)
-    if not statuses:
-        statuses.append(RuntimeStatus("onnxruntime", None, problem="not installed; onnxruntime-gpu stands in for it"))
-    return [*statuses, status]
+    return [first, RuntimeStatus("onnxruntime-gpu", gpu, on_cpu, not problem, problem, advice, providers)]
+
+
+def _distributions(name: str) -> tuple[str, str]:
+    return f"{name}-cu13", name
 
 
 def tensorrt_version(name: str, module: str) -> str | None:
     """Return the version of `tensorrt` or `tensorrt-rtx` if all of its parts are installed, else None."""
-    version = installed_version(*_tensorrt_distributions(name))
+    version = installed_version(*_distributions(name))
     return version if version and all(is_importable(module + part) for part in _TENSORRT_PARTS) else None
 
 
-def tensorrt_cuda_major(name: str) -> int:
-    """Return the CUDA major version that the installed `tensorrt` or `tensorrt-rtx` is made for; 13 if unknown."""
-    newer, plain, older = map(installed_version, _tensorrt_distributions(name))
-    return 12 if older and not (newer or plain) else 13
-
-
-def needed_cuda(name: str, major: int) -> tuple[int, int]:
-    """Return the CUDA version that the driver must run for `tensorrt` or `tensorrt-rtx` made for a major version.
-
-    A driver runs programs of every minor version of its major one, except where kernels are compiled on the machine:
-    TensorRT for RTX asks for 12.9 or later (its prerequisites).
-    """
-    return (12, 9) if name == "tensorrt-rtx" and major == 12 else (major, 0)
-
-
-def _tensorrt_distributions(name: str) -> tuple[str, ...]:
-    return (f"{name}-cu13", name, f"{name}-cu12")
-
-
 def _inspect_tensorrt(name: str, module: str, extra: str, driver: Driver) -> RuntimeStatus:
-    version = installed_version(*_tensorrt_distributions(name))
+    version = installed_version(*_distributions(name))
     install = install_command(extra)
     if name == "tensorrt":
         install += " --extra-index-url \"$NVIDIA_INDEX\" (NVIDIA's package index: TensorRT's installation guide has it)"
     if version is None:
-        lost = "not installed; export --trt and engines use it"
-        if name == "tensorrt" and driver.gpus:
-            lost += (
-                ", and no other runtime fuses and times kernels for one GPU ahead of its run: without it, exported "
-                "files run in ONNX Runtime"
-            )
-        return RuntimeStatus(name, None, problem=lost, advice=install)
-    if not all(is_importable(module + part) for part in _TENSORRT_PARTS):
+        return RuntimeStatus(name, None, problem="not installed; export --trt and engines use it", advice=install)
+    if tensorrt_version(name, module) is None:
         return RuntimeStatus(name, version, problem="incomplete: its bindings or libraries are missing", advice=install)
-    report = _run_program(_TENSORRT_PROGRAM, module)
-    if report.get("problem"):
-        return RuntimeStatus(name, version, problem=report["problem"], advice=f"reinstall it: {install}")
-    without_gpu = "builds engines here" if name == "tensorrt-rtx" else "neither builds nor runs engines here"
-    problem, advice = diagnose_gpu(driver, needed_cuda(name, tensorrt_cuda_major(name)))
+    problem, advice = diagnose_gpu(driver)
     if problem:
+        without_gpu = "builds engines here" if name == "tensorrt-rtx" else "neither builds nor runs engines here"
         return RuntimeStatus(name, version, problem=f"{without_gpu}; {problem}", advice=advice)
     if not is_importable("cuda.bindings"):
         return RuntimeStatus(name, version, problem="its memory needs cuda-bindings, not installed", advice=install)
     return RuntimeStatus(name, version, gpu=True)
 
 
-def _inspect_special(name: str, extra: str, purpose: str, users: str) -> RuntimeStatus:
-    """Return the status of a runtime that `infer` does not choose by itself; `users` need it."""
-    version = installed_version(name)
-    if version is None:
-        return RuntimeStatus(name, None, problem=f"not installed; {users}", advice=install_command(extra))
-    return RuntimeStatus(name, version, problem=purpose)
-
-
 def inspect_runtimes(driver: Driver) -> list[RuntimeStatus]:
     """Return the status of every runtime, installed or not, the most useful first."""
     return [
         *_inspect_onnxruntime(driver),
-        _inspect_special("openvino", "openvino", "for --runtime openvino", "--runtime openvino uses it"),
+        _inspect_special("openvino", "openvino", "for --runtime openvino"),
         _inspect_tensorrt("tensorrt", "tensorrt", "trt", driver),
         _inspect_tensorrt("tensorrt-rtx", "tensorrt_rtx", "trt-rtx", driver),
-        _inspect_special(
-            "torch",
-            "train,export",
-            "for training, exporting and checkpoints",
-            "training, exporting and checkpoints need it",
-        ),
+        _inspect_special("torch", "train,export", "for training, exporting and checkpoints"),
     ]
+
+
+def _inspect_special(name: str, extra: str, purpose: str) -> RuntimeStatus:
+    """Return the status of a runtime that `infer` does not choose by itself."""
+    version = installed_version(name)
+    if version is None:
+        return RuntimeStatus(name, None, problem=f"not installed; {purpose}", advice=install_command(extra))
+    return RuntimeStatus(name, version, problem=purpose)
 
 
 def find_conflicts() -> list[str]:

@@ -2,28 +2,35 @@
 
 Files and machine are checked before native code sees the engine. The first time that a machine loads an engine, its
 test vectors run before anything else.
+
+TensorRT for RTX compiles an engine where it runs: at every start, unless its runtime cache was kept. The library itself
+refuses a cache of another version, GPU or driver. That part was never run on hardware when it was written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from opal_deploy.artifact.engine_file import Check, Sidecar, find_passed_check, load_engine, record_check
+from opal_deploy.artifact.engine_file import BatchRange, Check, Sidecar, find_passed_check, load_engine, record_check
+from opal_deploy.artifact.files import atomic_write
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import FloatArray, Outputs, TensorSpec, check_tensors, tensor_specs
-from opal_deploy.errors import ArtifactError, OutOfMemory, UsageError, VerificationError
+from opal_deploy.artifact.outputs import INPUT, FloatArray, Outputs, TensorSpec, check_tensors, tensor_specs
+from opal_deploy.errors import ArtifactError, OpalError, OutOfMemory, StoppedEarly, UsageError, VerificationError
 from opal_deploy.runtime import tensorrt
-from opal_deploy.runtime.cuda import Cuda, number_gpu
+from opal_deploy.runtime.cuda import Cuda, Graph, Stream
 from opal_deploy.runtime.devices import parse_device, read_driver
-from opal_deploy.runtime.engine_kernels import EngineKernels, KernelCache
-from opal_deploy.runtime.pipeline import PipelineSession
+from opal_deploy.runtime.pipeline import BufferSet, PipelineSession
 from opal_deploy.runtime.session import ImageBatch
 from opal_deploy.runtime.tensorrt import TENSORRT_RTX, attempt, find_incompatibility, first_error, make_logger
 from opal_deploy.runtime.verification import verify_test_vectors
+
+_SHA256_BYTES = 32
 
 
 class EngineSession(PipelineSession):
@@ -51,7 +58,8 @@ class EngineSession(PipelineSession):
         self._path = path
         self._rebuild = self.sidecar.rebuild_command(path)
         name = str(self.sidecar.builder["name"])
-        if parse_device(device)[0] == "cpu":
+        kind, index = parse_device(device)
+        if kind == "cpu":
             raise UsageError(
                 f"{path}: engines run only on NVIDIA GPUs; on the CPU use {self.sidecar.onnx['file']} or the fp32 ONNX "
                 "file"
@@ -59,7 +67,7 @@ class EngineSession(PipelineSession):
         driver = read_driver()
         if not driver.gpus:
             self._check_compatible(find_incompatibility(self.sidecar, None, driver, None))
-        self._cuda = Cuda(number_gpu(device), tensorrt.EXTRAS.get(name, "trt"))
+        self._cuda = Cuda(index, tensorrt.EXTRAS.get(name, "trt"))
         version = tensorrt.installed_version(name)
         self._check_compatible(find_incompatibility(self.sidecar, self._cuda.gpu, driver, version))
         self._library = tensorrt.load(name, "running this engine")
@@ -88,11 +96,6 @@ class EngineSession(PipelineSession):
     def device(self) -> str:
         """`cuda:N` and the GPU's name."""
         return f"cuda:{self._cuda.index} {self._cuda.gpu.name}"
-
-    @property
-    def max_batch(self) -> int:
-        """The most images that one execution takes; larger batches are taken in parts."""
-        return self.sidecar.batch.max
 
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
@@ -126,19 +129,14 @@ class EngineSession(PipelineSession):
             )
 
     def _deserialize(self, content: bytes) -> tuple[Any, Any]:
-        """Return the library's runtime and the engine, with its weights and the tensors that the metadata promises."""
+        """Return the library's runtime and the engine, whose tensors are those that the metadata promises."""
         runtime = self._library.module.Runtime(self._logger)
-        if self.sidecar.options.get("version_compatible"):
-            # such an engine brings its own runtime, which is host code; the user trusts it (docs/howto/tensorrt.md)
-            runtime.engine_host_code_allowed = True
         engine = attempt(self._logger, runtime.deserialize_cuda_engine, content)
         if engine is None:
             raise ArtifactError(
                 f"{self._path}: {self._library.title} refuses the engine ({first_error(self._logger)}); rebuild it "
                 f"with: {self._rebuild}"
             )
-        if self.sidecar.options.get("strip_weights"):
-            self._refit(engine)
         self._check_tensors(engine)
         return runtime, engine
 
@@ -154,7 +152,7 @@ class EngineSession(PipelineSession):
         )
         self._start_pipeline(self._cuda, kernels, self._cuda.create_stream())
         try:
-            self._reserve(self.max_batch)
+            self._reserve(self.sidecar.batch.max)
         except OutOfMemory as error:
             raise self._too_large(str(error)) from None
         return kernels, records_itself
@@ -180,43 +178,10 @@ class EngineSession(PipelineSession):
             self._kernel_cache.save()
 
     def _too_large(self, reason: str) -> UsageError:
-        memory = f"{(self._cuda.gpu.memory or 0) / 2**30:.0f} GiB"
-        smaller = ":".join(str(max(1, self.max_batch // divisor)) for divisor in (16, 8, 4))
-        source = self._path.with_name(str(self.sidecar.onnx["file"]))
         return UsageError(
-            f"{self._path}: no room for batches of up to {self.max_batch} on {self._cuda.gpu.name} ({memory}): "
-            f"{reason}; free memory there, or build for smaller ones: opal-deploy export {source} --trt --rebuild "
-            f"--batch {smaller}"
+            f"{self._path}: no room for {self.sidecar.batch.max} images on {self._cuda.gpu.name}: {reason}; free "
+            f"memory, or build for fewer: {self._rebuild.replace(str(self.sidecar.batch), '1:8:16')}"
         )
-
-    def _refit(self, engine: Any) -> None:
-        """Restore the weights of an engine that was built without them from its ONNX file."""
-        from opal_deploy.artifact import onnx_file
-
-        source = self._path.with_name(str(self.sidecar.onnx["file"]))
-        if not source.is_file():
-            raise ArtifactError(
-                f"{self._path}: built with --strip-weights, and {source.name}, which holds its weights, is not next to "
-                "it; copy that file here too"
-            )
-        metadata = onnx_file.read_metadata(source)
-        onnx_file.check_digest(source, metadata)
-        if metadata.file_sha256 != self.sidecar.onnx["sha256"]:
-            raise ArtifactError(
-                f"{self._path}: {source.name} is not the file that it was built from; copy that one here, or rebuild "
-                f"with: {self._rebuild}"
-            )
-        trt = self._library.module
-        refitter = trt.Refitter(engine, self._logger)
-        parser = trt.OnnxParserRefitter(refitter, self._logger)
-        if not (
-            attempt(self._logger, parser.refit_from_file, str(source))
-            and attempt(self._logger, refitter.refit_cuda_engine)
-        ):
-            raise ArtifactError(
-                f"{self._path}: its weights cannot be put back from {source.name} ({first_error(self._logger)}); "
-                f"rebuild with: {self._rebuild}"
-            )
 
     def _check_tensors(self, engine: Any) -> None:
         """Compare the engine's tensors with the metadata's, by which buffers are allocated."""
@@ -244,3 +209,119 @@ class EngineSession(PipelineSession):
             raise VerificationError(f"{error}; rebuild it with: {self._rebuild}") from None
         recorded = record_check(self._path, Check(sha256, self._machine, now, True, report))
         return "checked now" if recorded else "checked now (its folder is read-only: checked at every start)"
+
+
+class EngineKernels:
+    """The `Kernels` of a deserialised engine.
+
+    Attributes:
+        record_graphs: whether the kernels for the next batch's size are recorded, and launched as one from then on.
+    """
+
+    def __init__(
+        self,
+        cuda: Cuda,
+        engine: Any,
+        context: Any,
+        specs: dict[str, TensorSpec],
+        batch: BatchRange,
+        logger: Any,
+    ) -> None:
+        """Queue nothing yet; `logger` is the one that the library reports to."""
+        self.record_graphs = False
+        self._cuda, self._engine, self._context = cuda, engine, context
+        self._specs, self._batch, self._logger = specs, batch, logger
+        # CUDA graphs by the number of the set of buffers: rows, the context that must outlive the graph, and the graph
+        self._recorded: dict[int, tuple[int, Any, Graph]] = {}
+
+    @property
+    def max_rows(self) -> int:
+        return self._batch.max
+
+    def rows(self, images: int) -> int:
+        """See `Kernels.rows`; an engine may need more images than there are."""
+        return max(images, self._batch.min)
+
+    def capacity(self, rows: int) -> int:
+        """See `Kernels.capacity`; one size of buffers serves every batch."""
+        return self._batch.max
+
+    def enqueue(self, buffers: BufferSet, rows: int, stream: Stream) -> None:
+        if self.record_graphs and buffers.number not in self._recorded:
+            self._record_graph(buffers, rows, stream)
+        recorded = self._recorded.get(buffers.number)
+        if recorded is not None and recorded[0] == rows:
+            self._cuda.launch_graph(recorded[2], stream)
+            return
+        self._bind(self._context, buffers, rows)
+        self._execute(self._context, rows, stream)
+
+    def release_memory(self) -> None:
+        """See `Kernels.release_memory`; graphs and their contexts are freed, and no more are recorded."""
+        self.record_graphs = False
+        self._cuda.destroy(graphs=tuple(graph for _, _, graph in self._recorded.values()))
+        self._recorded = {}
+
+    def close(self) -> None:
+        self.release_memory()
+        self._context = self._engine = None
+
+    def _record_graph(self, buffers: BufferSet, rows: int, stream: Stream) -> None:
+        """Record the kernels of the first batch's size on one set of buffers; other sizes run without a graph.
+
+        A graph is valid only while its context keeps the shape and the addresses that it was recorded with, so each has
+        a context of its own. Where there is no memory for that, nothing is recorded.
+        """
+        context = self._engine.create_execution_context()
+        if context is None:
+            self.record_graphs = False
+            return
+        self._bind(context, buffers, rows)
+        # run once first: the library then prepares what must not happen while recording
+        self._execute(context, rows, stream)
+        self._cuda.synchronize_stream(stream)
+        graph = self._cuda.record_graph(stream, lambda: self._execute(context, rows, stream))
+        self._recorded[buffers.number] = rows, context, graph
+
+    def _bind(self, context: Any, buffers: BufferSet, rows: int) -> None:
+        shape, _ = self._specs[INPUT]
+        if not attempt(self._logger, context.set_input_shape, INPUT, (rows, *shape)):
+            raise StoppedEarly(f"the engine refuses a batch of {rows} ({first_error(self._logger)})")
+        for name, address in buffers.device.items():
+            context.set_tensor_address(name, address)
+
+    def _execute(self, context: Any, rows: int, stream: Stream) -> None:
+        if not attempt(self._logger, context.execute_async_v3, int(stream)):
+            raise StoppedEarly(
+                f"the engine failed on a batch of {rows} on {self._cuda.gpu.name}: {first_error(self._logger)}; "
+                "see `opal-deploy doctor`"
+            )
+
+
+class KernelCache:
+    """The compiled kernels of one engine on disk; a failure only costs time and is never an error."""
+
+    def __init__(self, engine: Path, engine_sha256: str, native: Any) -> None:
+        """Read the kernels that an earlier start kept next to an engine into `native`, an empty `IRuntimeCache`."""
+        self._engine_sha256, self._native = engine_sha256.encode(), native
+        self._path, self._kept = engine.with_name(engine.name + ".kernels"), b""
+        content = b""
+        with contextlib.suppress(OSError):
+            content = self._path.read_bytes()
+        kernels = content[_SHA256_BYTES:]
+        # native code sees only complete files for this very engine
+        if kernels and content[:_SHA256_BYTES] == self._digest(kernels) and native.deserialize(kernels):
+            self._kept = kernels
+
+    def save(self) -> None:
+        """Write the kernels if they differ from those read or written last."""
+        with contextlib.suppress(OpalError, OSError):
+            kernels = bytes(self._native.serialize() or b"")
+            if not kernels or kernels == self._kept:
+                return
+            self._kept = kernels
+            with atomic_write(self._path) as temporary:
+                temporary.write_bytes(self._digest(kernels) + kernels)
+
+    def _digest(self, kernels: bytes) -> bytes:
+        return hashlib.sha256(self._engine_sha256 + kernels).digest()

@@ -5,15 +5,13 @@ bf16: at least 99.5 % of the predicted block's cells, int8 at least 97 %, near t
 equal wherever the margin exceeds twice the cosine difference measured. Logits are compared where |logit| > 1e-2: the
 root magnifies rounding near zero.
 
-A share of few cells says little: of networks that lose 0.5 % of the cells, nearly half lose 2 or more of 320. The
-exporter therefore refuses a share only if its exact one-sided upper bound (Clopper and Pearson) is below the
-requirement, and takes more images until a bound decides (`Agreement`).
+A share of few cells says little. The exporter refuses a share only if its exact one-sided upper bound (Clopper and
+Pearson) is below the requirement, and takes more images until a bound decides (`Agreement`).
 
-Float32 itself is not exact to 1e-6 for every network: its outputs move by more when convolutions sum in another order,
-which depends on the processor. Where the fp32 gate fails, the exporter therefore judges two things apart. The graph is
-compared with the network in float64, where rounding plays no part and a wrong weight or epsilon shows. The runtime's
-float32 outputs may then differ by `_RUNTIME_FACTOR` times the network's own float32 error (`Rounding`), up to `WIDEST`:
-far less than half precision in one layer. The gate that was used is written into the artifact.
+Float32 itself is not exact to 1e-6 for every network. Where the fp32 gate fails, the exporter therefore compares the
+graph with the network in float64, where a wrong weight or epsilon shows. The runtime's float32 outputs may then differ
+by `_RUNTIME_FACTOR` times the network's own float32 error (`Rounding`), up to `WIDEST`: far less than half precision in
+one layer. The gate that was used is written into the artifact (docs/precision.md).
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ class Gate:
             return GATES[metadata.precision]
         # limits that a file lacks are those of fp32
         limits = GATES["fp32"].to_dict() | recorded
-        names = [each.name for each in fields(Gate) if each.name != "others"]
+        names = [limit.name for limit in fields(Gate) if limit.name != "others"]
         return Gate(**{name: limits[name] for name in names}, others={name: limits[name] for name in PER_IMAGE})
 
     def to_dict(self) -> dict[str, float]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -29,11 +28,9 @@ from opal_deploy.errors import (
     require,
 )
 from opal_deploy.preprocess.resize import normalise
+from opal_deploy.runtime.cuda import diagnose_gpu
 from opal_deploy.runtime.devices import available_cpus, find_gpu_problem, has_vnni, parse_device, read_driver
-from opal_deploy.runtime.session import BatchTimes, ImageBatch, check_batch
-
-if TYPE_CHECKING:
-    from opal_deploy.runtime.cuda_options import CudaOptions
+from opal_deploy.runtime.session import ImageBatch, check_batch
 
 CUDA = "CUDAExecutionProvider"
 CPU = "CPUExecutionProvider"
@@ -74,7 +71,6 @@ class OnnxSession:
         device: str = "auto",
         threads: int | None = None,
         check_digest: bool = True,
-        cuda_options: CudaOptions | None = None,
     ) -> None:
         """Load a file of `opal-deploy export`.
 
@@ -83,7 +79,6 @@ class OnnxSession:
             device: `cpu`, or `auto` where no GPU can be used, which the description then explains.
             threads: threads of the CPU provider; None: as many as this process may use.
             check_digest: compare the file with its own digest first.
-            cuda_options: options of the CUDA provider; the CPU ignores them.
 
         Raises:
             ArtifactError: not an exported file, damaged, or refused by ONNX Runtime.
@@ -126,22 +121,20 @@ class OnnxSession:
         options.log_severity_level = _ERROR_SEVERITY
         # waiting threads must leave the cores to the threads that decode the next images
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        if providers[0] != CPU:
-            options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-        elif self.metadata.int8_activations == "uint8":
+        if providers[0] == CPU and self.metadata.int8_activations == "uint8":
             # without VNNI, kernels of uint8 and int8 add up in 16 bits and saturate; those of uint8 and uint8 do not,
             # but take twice as long where there is VNNI
             if not has_vnni():
                 options.add_session_config_entry("session.x64quantprecision", "1")
-        elif self.metadata.precision == "int8":
+        elif providers[0] == CPU and self.metadata.precision == "int8":
             # the fused kernels are slower than float32 around quantise and dequantise nodes
             options.add_session_config_entry("session.disable_quant_qdq", "1")
         try:
             # its own fallback to the CPU prints on stdout, where records go
             session = onnxruntime.InferenceSession(str(self._path), options, providers=providers, enable_fallback=0)
             tensors = {
-                each.name: (tuple(each.shape[1:]), _DTYPES.get(each.type, np.dtype(object)))
-                for each in (*session.get_inputs(), *session.get_outputs())
+                tensor.name: (tuple(tensor.shape[1:]), _DTYPES.get(tensor.type, np.dtype(object)))
+                for tensor in (*session.get_inputs(), *session.get_outputs())
             }
             check_tensors(self.metadata, tensors)
             return session
@@ -166,13 +159,6 @@ class OnnxSession:
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
         return self.run_normalised(prepare_input(images, self.metadata))
-
-    def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
-        """See `StagedSession.run_staged`; normalisation by numpy is in none of the stages."""
-        feed = prepare_input(images, self.metadata)
-        start = time.perf_counter()
-        outputs = self.run_normalised(feed)
-        return outputs, BatchTimes(None, time.perf_counter() - start, None)
 
     def run_normalised(self, images: np.ndarray[Any, Any]) -> Outputs:
         """Run the graph's own input, see `prepare_input`."""
@@ -216,11 +202,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def cuda_is_usable() -> bool:
     """Return whether ONNX Runtime is installed with its CUDA provider and CUDA runs on a GPU here."""
-    if not _has_cuda_provider():
-        return False
-    from opal_deploy.runtime.cuda import diagnose_gpu
-
-    return not any(diagnose_gpu(read_driver()))
+    return _has_cuda_provider() and not any(diagnose_gpu(read_driver()))
 
 
 def _explain_unused_gpu() -> str:
@@ -228,8 +210,6 @@ def _explain_unused_gpu() -> str:
     driver = read_driver()
     if not driver.gpus or not _has_cuda_provider():
         return ""
-    from opal_deploy.runtime.cuda import diagnose_gpu
-
     problem, advice = diagnose_gpu(driver)
     return f" (the GPU is not used: {problem}; {advice})"
 
@@ -247,7 +227,6 @@ def runs_on_cuda(device: str) -> bool:
 
     Raises:
         UsageError: not a device name, or without a GPU or an onnxruntime that can use it.
-        MissingExtra: onnxruntime is not installed.
     """
     kind, _ = parse_device(device)
     if kind == "cpu" or (kind == "auto" and not cuda_is_usable()):
@@ -255,9 +234,5 @@ def runs_on_cuda(device: str) -> bool:
     if _has_cuda_provider():
         return True
     # no package helps a machine without a driver
-    if problem := find_gpu_problem():
-        raise UsageError(f"device {device}: {problem}")
-    require("onnxruntime", "gpu", "running an ONNX model on a GPU", pip_name="onnxruntime-gpu")
-    raise UsageError(
-        f"device {device}: this onnxruntime has no CUDA provider; {install_command('gpu', instead_of='onnxruntime')}"
-    )
+    advice = find_gpu_problem() or f"onnxruntime lacks CUDA; {install_command('gpu', instead_of='onnxruntime')}"
+    raise UsageError(f"device {device}: {advice}")

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import INPUT, Outputs, check_tensors
+from opal_deploy.artifact.outputs import INPUT, Outputs
 from opal_deploy.errors import ArtifactError, OutOfMemory, StoppedEarly, UsageError, first_line, require
 from opal_deploy.runtime.devices import available_cpus, parse_device
 from opal_deploy.runtime.onnx_session import is_out_of_memory, prepare_input
@@ -50,7 +47,6 @@ class OpenvinoSession:
         core = openvino.Core()
         try:
             model = core.read_model(path)
-            check_tensors(self.metadata, {name: _describe(port) for port in _ports(model) for name in port.get_names()})
             compiled = core.compile_model(
                 model,
                 "CPU",
@@ -61,8 +57,6 @@ class OpenvinoSession:
                     "PERFORMANCE_HINT": "LATENCY",
                 },
             )
-        except ArtifactError as error:
-            raise ArtifactError(f"{path}: {error}; export it again") from None
         except RuntimeError as error:
             raise ArtifactError(f"{path}: OpenVINO refuses it ({first_line(error)}); export it again") from None
         self._request = compiled.create_infer_request()
@@ -80,13 +74,3 @@ class OpenvinoSession:
                 raise OutOfMemory(f"{message}; use a smaller --batch") from None
             raise StoppedEarly(f"{message}; see `opal-deploy doctor`") from None
         return Outputs.from_arrays({name: values[name] for name in self.metadata.outputs})
-
-
-def _ports(model: Any) -> list[Any]:
-    return [*model.inputs, *model.outputs]
-
-
-def _describe(port: Any) -> tuple[tuple[Any, ...], np.dtype[Any]]:
-    """Return the shape of a port without N, None where it is not fixed, and its dtype."""
-    sizes = [size.get_length() if size.is_static else None for size in port.get_partial_shape()]
-    return tuple(sizes[1:]), np.dtype(port.get_element_type().to_dtype())

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,11 +107,11 @@ class PaddingSession(Session, Protocol):
 
 @dataclass(frozen=True)
 class BatchTimes:
-    """Seconds that one batch spent in each stage; None where the session does not measure it."""
+    """Seconds that one batch spent in each stage."""
 
-    host_to_device: float | None
-    compute: float | None
-    device_to_host: float | None
+    host_to_device: float
+    compute: float
+    device_to_host: float
 
 
 @runtime_checkable
@@ -125,7 +122,7 @@ class StagedSession(Session, Protocol):
     """
 
     def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
-        """Return the outputs of `run` and the time of each stage; on the CPU all of it is `compute`."""
+        """Return the outputs of `run` and the time of each stage."""
         ...
 
 
@@ -144,32 +141,14 @@ class AttentionSession(Session, Protocol):
 
 @contextmanager
 def pinned(session: Session, images: ImageBatch) -> Iterator[None]:
-    """Page-lock images for a session's device during the block; do nothing for sessions that cannot use that.
-
-    Of several blocks for the same memory, the last to end unlocks it.
-    """
-    if not isinstance(session, PinningSession):
+    """Page-lock images for a session's device during the block; do nothing for sessions that cannot use that."""
+    if not isinstance(session, PinningSession) or not session.register_buffer(images.ctypes.data, images.nbytes):
         yield
         return
-    address = images.ctypes.data
-    with _PINNED_LOCK:
-        blocks = _PINNED.setdefault(session, Counter())
-        if blocks[address] or session.register_buffer(address, images.nbytes):
-            blocks[address] += 1
-        registered = blocks[address] > 0
     try:
         yield
     finally:
-        if registered:
-            with _PINNED_LOCK:
-                blocks[address] -= 1
-                if not blocks[address]:
-                    session.unregister_buffer(address)
-
-
-# number of blocks that need each address locked, by session
-_PINNED: WeakKeyDictionary[PinningSession, Counter[int]] = WeakKeyDictionary()
-_PINNED_LOCK = threading.Lock()
+        session.unregister_buffer(images.ctypes.data)
 
 
 def check_batch(images: ImageBatch, metadata: Metadata) -> None:

@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 from opal_deploy.artifact.engine_file import Sidecar
 from opal_deploy.errors import MissingExtra, UsageError, first_line, install_command
 from opal_deploy.runtime import diagnostics
-from opal_deploy.runtime.cuda import visible_driver
+from opal_deploy.runtime.cuda import CUDA_VERSION, visible_driver
 from opal_deploy.runtime.devices import Driver, Gpu
-from opal_deploy.runtime.diagnostics import needed_cuda
 
 T = TypeVar("T")
 TENSORRT = "tensorrt"
@@ -28,33 +27,28 @@ MODULES = {TENSORRT: "tensorrt", TENSORRT_RTX: "tensorrt_rtx"}
 SHORT_NAMES = {TENSORRT: "trt", TENSORRT_RTX: "rtx"}
 EXTRAS = {TENSORRT: "trt", TENSORRT_RTX: "trt-rtx"}
 TITLES = {TENSORRT: "TensorRT", TENSORRT_RTX: "TensorRT for RTX"}
-# a value of `--hardware-compatible`; see TensorRT's HardwareCompatibilityLevel
-AMPERE_PLUS = "ampere+"
 
-# NVIDIA's table of compute capabilities (developer.nvidia.com/cuda-gpus), by the names in use
+# NVIDIA's table of compute capabilities (developer.nvidia.com/cuda-gpus): the data centres' GPUs and some others
 _GPUS = {
-    "sm75": ("t4", "rtx2060", "rtx2070", "rtx2080", "rtx2080ti", "rtx5000", "rtx6000", "rtx8000", "titanrtx"),
+    "sm75": ("t4", "rtx2080ti", "rtx6000", "rtx8000"),
     "sm80": ("a100", "a30", "a800"),
-    "sm86": ("a10", "a10g", "a16", "a2", "a40", "a2000", "a4000", "a4500", "a5000", "a5500", "a6000", "rtxa6000",
-             "rtx3050", "rtx3060", "rtx3070", "rtx3080", "rtx3080ti", "rtx3090", "rtx3090ti"),
-    "sm89": ("l4", "l40", "l40s", "l20", "rtx4000ada", "rtx5000ada", "rtx6000ada", "rtx4060", "rtx4070", "rtx4080",
-             "rtx4090"),
+    "sm86": ("a10", "a10g", "a2", "a16", "a40", "a6000", "rtxa6000", "rtx3080", "rtx3090"),
+    "sm89": ("l4", "l40", "l40s", "l20", "rtx6000ada", "rtx4080", "rtx4090"),
     "sm90": ("h100", "h200", "h800", "h20", "gh200"),
     "sm100": ("b100", "b200", "gb200"),
-    "sm120": ("rtx5060", "rtx5070", "rtx5080", "rtx5090", "rtxpro6000"),
+    "sm120": ("rtx5080", "rtx5090", "rtxpro6000"),
     "sm121": ("gb10", "dgxspark"),
-}  # fmt: skip
+}
 _BY_NAME = {name: sm for sm, names in _GPUS.items() for name in names}
 
-# what TensorRT for RTX builds without a GPU, and the GPU among them that NVIDIA's support matrix does not list
+# what TensorRT for RTX builds without a GPU
 AHEAD_OF_TIME = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
-UNLISTED = "sm80"
 DEFAULT_TARGET = "sm80"
 
 
 @dataclass(frozen=True)
 class Bindings:
-    """A loaded library, `tensorrt` or `tensorrt-rtx`, and the CUDA major version that it is made for.
+    """A loaded library, `tensorrt` or `tensorrt-rtx`.
 
     `version` is the full one, such as 11.4.0.106: engines are bound to it.
     """
@@ -62,7 +56,6 @@ class Bindings:
     name: str
     module: Any
     version: str
-    cuda: int
 
     @property
     def title(self) -> str:
@@ -90,14 +83,11 @@ def load(name: str, purpose: str) -> Bindings:
         raise UsageError(
             f"{TITLES[name]} is installed but does not load ({first_line(error)}); see `opal-deploy doctor`"
         ) from None
-    return Bindings(name, module, str(module.__version__), diagnostics.tensorrt_cuda_major(name))
+    return Bindings(name, module, str(module.__version__))
 
 
-def make_logger(module: Any, listen: Callable[[str, str], None] | None = None) -> Any:
-    """Return a logger for a bindings module; its `errors` are the messages of severity error or worse, see `attempt`.
-
-    `listen` is called with (severity, message) for every message that is not verbose.
-    """
+def make_logger(module: Any) -> Any:
+    """Return a logger for a bindings module; its `errors` are the messages of severity error or worse."""
 
     class Log(module.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -107,11 +97,8 @@ def make_logger(module: Any, listen: Callable[[str, str], None] | None = None) -
         def log(self, severity: Any, message: str) -> None:
             # called from native code: an exception here would end the process
             try:
-                level = str(getattr(severity, "name", severity))
-                if level in ("ERROR", "INTERNAL_ERROR"):
+                if str(getattr(severity, "name", severity)) in ("ERROR", "INTERNAL_ERROR"):
                     self.errors.append(" ".join(message.split()))
-                if listen is not None and level != "VERBOSE":
-                    listen(level, message)
             except Exception:
                 pass
 
@@ -145,24 +132,17 @@ def find_incompatibility(sidecar: Sidecar, gpu: Gpu | None, driver: Driver, vers
     if version is None:
         needed = f"{title} {sidecar.builder['version']}"
         return f"it needs {needed}, which is not installed: {install_command(EXTRAS[name])}"
-    if not _same_version(sidecar, version):
+    if sidecar.builder["version"] != version:
         return f"it was built by {title} {sidecar.builder['version']}, and {version} is installed here"
     platform_built_on = sidecar.builder.get("platform")
     if name == TENSORRT and platform_built_on not in (None, platform_name()):
         return f"it was built on {platform_built_on}, and this is {platform_name()}"
-    if mismatch := _capability_mismatch(sidecar, gpu):
-        return mismatch
-    cuda = needed_cuda(name, int(sidecar.builder.get("cuda", 0)))
-    if driver.cuda is not None and driver.cuda < cuda:
-        oldest, newest = (".".join(map(str, version)) for version in (cuda, driver.cuda))
+    target, present = str(sidecar.target["sm"]), sm_name(gpu.compute_capability)
+    if target != present:
+        return f"it was built for {describe_target(target)}, and {gpu.name} is {present}"
+    if driver.cuda is not None and driver.cuda < CUDA_VERSION:
+        oldest, newest = (".".join(map(str, version)) for version in (CUDA_VERSION, driver.cuda))
         return f"it needs CUDA {oldest}, and driver {driver.version} runs CUDA {newest} at most; update the driver"
-    return ""
-
-
-def find_doubt(sidecar: Sidecar) -> str:
-    """Return why an engine may not run on the GPU that it was built for; empty where nothing is known."""
-    if sidecar.builder["name"] == TENSORRT_RTX and sidecar.target["sm"] == UNLISTED:
-        return f"NVIDIA does not list {UNLISTED} for {TITLES[TENSORRT_RTX]}"
     return ""
 
 
@@ -174,31 +154,8 @@ def platform_name() -> str:
 def find_incompatibility_here(sidecar: Sidecar, index: int = 0) -> str:
     """Return why an engine cannot run on one of the GPUs that CUDA shows this process; empty if it can."""
     driver = visible_driver()
-    return find_incompatibility(
-        sidecar, driver.find_gpu(index), driver, installed_version(str(sidecar.builder["name"]))
-    )
-
-
-def _same_version(sidecar: Sidecar, version: str) -> bool:
-    built = str(sidecar.builder["version"])
-    if sidecar.options.get("version_compatible"):
-        # such an engine carries its own runtime; newer libraries of the same major version read it
-        before, installed = _numbers(built), _numbers(version)
-        return before[:1] == installed[:1] and installed >= before
-    return built == version
-
-
-def _capability_mismatch(sidecar: Sidecar, gpu: Gpu) -> str:
-    target, here = str(sidecar.target["sm"]), sm_name(gpu.compute_capability)
-    ampere_plus = sidecar.builder["name"] == TENSORRT and sidecar.options.get("hardware_compatible") == AMPERE_PLUS
-    if target == here or (ampere_plus and gpu.compute_capability >= (8, 0)):
-        return ""
-    like = f" ({example_gpus(target)})" if example_gpus(target) else ""
-    return f"it was built for {target}{like}, and {gpu.name} is {here}"
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part.isdigit())
+    gpu = next((gpu for gpu in driver.gpus if gpu.index == index), None)
+    return find_incompatibility(sidecar, gpu, driver, installed_version(str(sidecar.builder["name"])))
 
 
 def parse_target(text: str) -> str:
@@ -223,6 +180,7 @@ def sm_name(compute_capability: tuple[int, int]) -> str:
     return f"sm{compute_capability[0]}{compute_capability[1]}"
 
 
-def example_gpus(sm: str) -> str:
-    """Return two GPUs of a compute capability, such as `A100, A30`; empty for one that is not in the table."""
-    return ", ".join(name.upper() for name in _GPUS.get(sm, ())[:2])
+def describe_target(sm: str) -> str:
+    """Return a compute capability with two GPUs that have it, such as `sm80 (A100, A30)`."""
+    examples = ", ".join(name.upper() for name in _GPUS.get(sm, ())[:2])
+    return f"{sm} ({examples})" if examples else sm

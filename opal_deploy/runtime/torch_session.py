@@ -154,12 +154,8 @@ def _top2_margin(attention: torch.Tensor) -> FloatArray:
     if cells.shape[2] < 2:
         return np.full(cells.shape[:2], np.inf, np.float32)
     best = cells.topk(2, dim=2).values  # [N, K, 2]
-    return _numpy((best[..., 0] - best[..., 1]) / best[..., 0].abs().clamp_min(1e-30))
-
-
-def _numpy(tensor: torch.Tensor) -> FloatArray:
-    array: FloatArray = tensor.float().cpu().numpy()
-    return array
+    margin: FloatArray = ((best[..., 0] - best[..., 1]) / best[..., 0].abs().clamp_min(1e-30)).float().cpu().numpy()
+    return margin
 
 
 def torch_device(name: str) -> torch.device:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from opal_deploy.artifact import test_vectors
+from opal_deploy.artifact import onnx_file, test_vectors
 from opal_deploy.artifact.heads import find_contributions, find_strongest, to_norms
 from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata
 from opal_deploy.artifact.outputs import (
@@ -28,6 +29,7 @@ from opal_deploy.artifact.outputs import (
 )
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import VerificationError
+from opal_deploy.logs import Log, WarningLine, log_line
 from opal_deploy.runtime.gates import (
     NEAR_TIE,
     Agreement,
@@ -37,6 +39,7 @@ from opal_deploy.runtime.gates import (
     score_differences,
     total_scale,
 )
+from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.session import Session
 
 # float32 logits do not tell classes apart that are nearer than this, even where both sides' scores are the same
@@ -102,12 +105,10 @@ def compare_outputs(
     other_class = expected.logits.argmax(1) != candidate.logits.argmax(1)
     if expected.scores is None or candidate.scores is None:
         flipped = other_class & _decided(expected.logits, logit)
-        distance = np.abs(expected.logits - candidate.logits).max(axis=1)
+        worst = _worst(flipped, np.abs(expected.logits - candidate.logits).max(axis=1))
         messages = [logit_failure, _classes_failure(int(flipped.sum()))]
-        return Comparison(
-            len(expected), logit, classes_different=int(flipped.sum()), worst=_worst(flipped, distance),
-            failures=tuple(f for f in messages if f),
-        )  # fmt: skip
+        failures = tuple(message for message in messages if message)
+        return Comparison(len(expected), logit, classes_different=int(flipped.sum()), worst=worst, failures=failures)
     comparison = _compare_evidence(
         reference, candidate, compute_totals(candidate, metadata), candidate.logits.argmax(1), metadata, gate,
         confidence=confidence,
@@ -245,10 +246,8 @@ def _logits(expected: FloatArray, candidate: FloatArray, gate: Gate, slack: Any 
     comparable = np.abs(expected) > 1e-2  # the root magnifies rounding near zero
     difference = np.where(comparable, np.maximum(np.abs(expected - candidate) - slack, 0.0), 0.0)
     relative = float((difference / np.maximum(1.0, np.abs(expected))).max())
-    failure = (
-        "" if relative <= gate.logit else f"a logit differs by {relative:.3g} (relative), more than {gate.logit:g}"
-    )
-    return float(difference.max()), failure
+    failure = f"a logit differs by {relative:.3g} (relative), more than {gate.logit:g}"
+    return float(difference.max()), "" if relative <= gate.logit else failure
 
 
 def _decided(values: FloatArray, difference: float) -> Any:
@@ -340,3 +339,22 @@ def verify_test_vectors(session: Session, origin: str, batch: int | None = None)
             f"at once: {'; '.join(comparison.failures)}; export it in another precision, or use another runtime"
         )
     return comparison
+
+
+def verify_file(path: Path, *, verify: bool = True, threads: int | None = None, log: Log = log_line) -> None:
+    """Check an exported ONNX file before it is used as it is: its digest and, with `verify`, its test vectors.
+
+    A file that was never verified is named in the log.
+
+    Raises:
+        ArtifactError: the file is damaged. MissingExtra: onnxruntime is not installed.
+        VerificationError: the file does not reproduce its own test vectors here.
+    """
+    metadata = onnx_file.read_metadata(path)
+    onnx_file.check_digest(path, metadata)
+    if metadata.unverified:
+        log(WarningLine(f"NOT VERIFIED: {path.name} was {metadata.unverified}"))
+    # ONNX Runtime has no bfloat16 convolutions
+    if verify and metadata.precision != "bf16":
+        log(f"Checking {path.name} against its own test vectors")
+        verify_test_vectors(OnnxSession(path, device="cpu", threads=threads), str(path))

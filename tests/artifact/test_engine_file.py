@@ -20,14 +20,14 @@ def engine(tmp_path):
 
 @pytest.fixture
 def sidecar(exported, engine):
-    options = {"batch": [1, 2, 4], "workspace": 1 << 30, "strip_weights": True}
+    options = {"batch": [1, 2, 4]}
     return build_sidecar(engine, onnx_file.read_metadata(exported), options=options)
 
 
 def test_it_is_read_back_and_names_the_command_that_builds_the_engine_again(engine, sidecar):
     write_sidecar(engine, sidecar)
     assert read_sidecar(engine) == sidecar
-    command = f"export {engine.with_name('c.onnx')} --trt --rebuild --batch 1:2:4 --workspace {1 << 30} --strip-weights"
+    command = f"export {engine.with_name('c.onnx')} --trt --rebuild --batch 1:2:4"
     assert sidecar.rebuild_command(engine) == f"opal-deploy {command}"
 
 

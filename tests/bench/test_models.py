@@ -106,27 +106,21 @@ def test_each_stride_and_head_of_a_backbone_is_a_network_of_its_own():
 def test_of_several_runtimes_each_gets_the_options_that_it_knows():
     options = SweepOptions(
         runtime=("eager", "compile", "onnxruntime"), precision=("fp32", "fp16"), channels_last=True, cuda_graphs=True,
-        ort_option="prefer_nhwc=1",
     )  # fmt: skip
     setups = {setup.runtime[0]: setup for setup in list_setups(options)}
     assert len(list_setups(options)) == 6
-    assert [setup.ort_option for setup in setups.values()] == [(), (), ("prefer_nhwc=1",)]
     assert [setup.channels_last for setup in setups.values()] == [True, True, False]
     assert [setup.cuda_graphs for setup in setups.values()] == [False, True, False]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_stages_of_a_batch_are_timed(exact_model, images, device):
-    session = load_model(exact_model, replace(CPU, device=device, threads=None)).session
+@pytest.mark.gpu
+def test_the_stages_of_a_batch_are_timed(exact_model, images):
+    session = load_model(exact_model, replace(CPU, device="cuda", threads=None)).session
     assert isinstance(session, StagedSession)
     with pinned(session, images):
         outputs, stages = session.run_staged(images)
-    np.testing.assert_allclose(outputs.logits, session.run(images).logits, atol=0 if device == "cpu" else 1e-4)
-    assert (stages.compute or 0) > 0
-    if device == "cpu":
-        assert (stages.host_to_device, stages.device_to_host) == (None, None)
-    else:
-        assert min(stages.host_to_device or 0, stages.device_to_host or 0) > 0
+    np.testing.assert_allclose(outputs.logits, session.run(images).logits, atol=1e-4)
+    assert min(stages.host_to_device, stages.compute, stages.device_to_host) > 0
 
 
 @pytest.mark.parametrize(
@@ -137,8 +131,6 @@ def test_the_stages_of_a_batch_are_timed(exact_model, images, device):
         (replace(EAGER, precision="tf32"), "CPUs have no precision tf32"),
         (replace(EAGER, precision="int8"), "PyTorch has no precision int8"),
         (replace(CPU, channels_last=True), "--channels-last"),
-        (replace(CPU, ort_option="prefer_nhwc=1"), "--ort-option"),
-        (replace(CPU, ort_option="prefer=1"), "prefer_nhwc"),
         (replace(EAGER, cuda_graphs=True), "--cuda-graphs"),
         (replace(CPU, runtime="compile", cuda_graphs=True), "--cuda-graphs"),
         (replace(EAGER, device="tpu"), "expected auto, cpu, cuda"),

@@ -20,11 +20,9 @@ NO_DRIVER = Driver(problem="no NVIDIA driver found (libnvidia-ml.so.1)")
 OLD_DRIVER = replace(DRIVER, version="550.54", cuda=(12, 4))
 P100 = replace(DRIVER, gpus=(Gpu(0, "Tesla P100", None, (6, 0)),))
 H200 = DRIVER.gpus[0]
-PROHIBITED = replace(DRIVER, gpus=(replace(H200, compute_mode="prohibited"),))
-NO_INSTANCE = replace(DRIVER, gpus=(replace(H200, mig_instances=0),))
 # answers of onnxruntime
-CPU_ONLY = {"version": "1.31.1", "providers": ["CPUExecutionProvider"], "problem": "", "cuda": ""}
-CUDA = CPU_ONLY | {"providers": ["CUDAExecutionProvider", "CPUExecutionProvider"], "cuda": "13.0"}
+CPU_ONLY = {"version": "1.31.1", "providers": ["CPUExecutionProvider"], "problem": ""}
+CUDA = CPU_ONLY | {"providers": ["CUDAExecutionProvider", "CPUExecutionProvider"]}
 LOST_CUBLAS = {**CUDA, "problem": "libcublas.so.13: cannot open shared object file"}
 CRASH = {"problem": "cannot be imported: it crashed with signal 11"}
 
@@ -81,8 +79,6 @@ CRASHED = dict.fromkeys(DEVICES, "crashed with signal 11")
         pytest.param(GPU_ONLY, DRIVER, CUDA, {}, id="a GPU server"),
         pytest.param(GPU_ONLY, NO_DRIVER, CUDA, {"gpu": "no NVIDIA driver found"}, id="no driver"),
         pytest.param(GPU_ONLY, DRIVER, LOST_CUBLAS, {"gpu": "libcublas.so.13"}, id="a CUDA library is missing"),
-        pytest.param(GPU_ONLY, PROHIBITED, CUDA, {"gpu": "sudo nvidia-smi -c 0"}, id="a prohibited GPU"),
-        pytest.param(GPU_ONLY, NO_INSTANCE, CUDA, {"gpu": "MIG mode and has no instance"}, id="MIG"),
         pytest.param(GPU_ONLY, OLD_DRIVER, CUDA, {"gpu": "driver 550.54 runs CUDA 12.4 at most"}, id="an old driver"),
         pytest.param(GPU_ONLY, P100, CUDA, {"gpu": "compute capability 7.5"}, id="an old GPU"),
         pytest.param(GPU_ONLY, DRIVER, CRASH, CRASHED, id="the import crashes"),
@@ -110,18 +106,11 @@ def test_hidden_gpus_are_not_usable(machine, document, monkeypatch, hidden, erro
     assert (fact["gpu"], fact["advice"]) == (False, "unset CUDA_VISIBLE_DEVICES")
 
 
-def test_a_driver_without_its_part_of_cuda_is_told_from_none(machine, document, monkeypatch):
-    machine(*GPU_ONLY, driver=DRIVER, answer=CUDA, error=35)
-    monkeypatch.setattr(cuda, "CUDA_LIBRARY", "libcuda.so.0")
+def test_a_driver_without_its_part_of_cuda_is_told_from_none(machine, document):
+    machine(*GPU_ONLY, "cuda.bindings==13", driver=DRIVER, answer=CUDA, error=35)
     _, fact = document("onnxruntime-gpu")
-    assert "libcuda.so.0: cannot open shared object file" in fact["problem"]
+    assert "CUDA does not start" in fact["problem"]
     assert "NVIDIA_DRIVER_CAPABILITIES" in fact["advice"]
-
-
-def test_modes_that_keep_processes_out_are_listed(machine, capsys):
-    machine(driver=replace(DRIVER, gpus=(replace(H200, compute_mode="exclusive", mig_instances=2),)))
-    doctor()
-    assert "compute capability 9.0, compute mode exclusive, MIG instances: 2" in capsys.readouterr().err
 
 
 def test_both_onnxruntimes_are_a_warning_in_the_document_that_comes_before_a_refusal(machine, capsys):
@@ -147,36 +136,24 @@ def test_people_read_stderr_and_find_what_never_ran(machine, capsys):
         assert line in written.err
 
 
-@pytest.mark.parametrize(("driver", "lost"), [(DRIVER, True), (NO_DRIVER, False)])
-def test_a_gpu_without_tensorrt_is_told_what_it_lacks(machine, document, driver, lost):
-    machine("torch==2.15.0", driver=driver)
-    assert document("torch")[1]["problem"] == "for training, exporting and checkpoints"
-    assert ("no other runtime fuses and times kernels" in document("tensorrt")[1]["problem"]) is lost
-
-
 ALONE, LIBS = ("tensorrt-cu13==11.4",), ("tensorrt-cu13==11.4", "tensorrt-cu13-libs==11.4")
 
 
 @pytest.mark.parametrize(
-    ("installed", "driver", "answer", "problem", "advice"),
+    ("installed", "driver", "problem"),
     [
-        pytest.param((*LIBS, "cuda.bindings==13"), DRIVER, {"version": "11.4"}, "", "", id="a GPU server"),
-        pytest.param(ALONE, DRIVER, None, "incomplete", "$NVIDIA_INDEX", id="no libraries"),
-        pytest.param(LIBS, DRIVER, {"version": "11.4"}, "cuda-bindings", "", id="no device memory"),
-        pytest.param(LIBS, NO_DRIVER, {"version": "11.4"}, "neither builds nor runs", "", id="no GPU"),
-        pytest.param(LIBS, OLD_DRIVER, {"version": "11.4"}, "runs CUDA 12.4", "", id="an old driver"),
-        pytest.param(LIBS, DRIVER, CRASH, "crashed with signal 11", "", id="the import crashes"),
+        pytest.param((*LIBS, "cuda.bindings==13"), DRIVER, "", id="a GPU server"),
+        pytest.param(ALONE, DRIVER, "incomplete", id="no libraries"),
+        pytest.param(LIBS, DRIVER, "cuda-bindings", id="no device memory"),
+        pytest.param(LIBS, NO_DRIVER, "neither builds nor runs", id="no GPU"),
+        pytest.param(LIBS, OLD_DRIVER, "runs CUDA 12.4", id="an old driver"),
     ],
 )
-def test_tensorrt_is_usable_where_all_of_it_is_there(
-    machine, document, monkeypatch, installed, driver, answer, problem, advice
-):
+def test_tensorrt_is_usable_where_all_of_it_is_there(machine, document, installed, driver, problem):
     machine(*installed, driver=driver)
-    monkeypatch.setattr(diagnostics, "_run_program", lambda *_: answer)
     answer, fact = document("tensorrt")
     assert fact["gpu"] is answer["usable"]["gpu"] is not bool(problem)
     assert problem in fact["problem"]
-    assert advice in fact["advice"]
     assert bool(fact["problem"]) is bool(fact["advice"]) is bool(problem)
 
 
@@ -212,7 +189,7 @@ def test_an_onnxruntime_that_prints_is_understood_and_files_in_the_working_direc
     providers = "def get_available_providers():\n    return ['CPUExecutionProvider']\n"
     fake_onnxruntime("print('a banner', end='')\n__version__ = '9.9'\n" + providers)
     answer = diagnostics.query_onnxruntime()
-    assert answer == {"version": "9.9", "providers": ["CPUExecutionProvider"], "problem": "", "cuda": ""}
+    assert answer == {"version": "9.9", "providers": ["CPUExecutionProvider"], "problem": ""}
     monkeypatch.delenv("PYTHONPATH")
     monkeypatch.chdir(tmp_path)
     assert diagnostics.query_onnxruntime() != answer

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import yaml
 
 from tests.cli.calls import one_line
 
@@ -67,3 +68,10 @@ def test_a_state_dict_with_a_strange_anchor_is_no_opal_checkpoint(opal, tmp_path
     done = opal("inspect", tmp_path / "m.pt")
     assert done.returncode == 0
     assert "not an OPAL checkpoint" in done.stderr
+
+
+def test_a_card_names_what_was_not_measured(opal, exact_model):
+    _, front, text = opal("inspect", exact_model, "--card").stdout.split("---\n", 2)
+    assert yaml.safe_load(front)["pipeline_tag"] == "image-classification"
+    assert "accuracy: not recorded in the file" in text
+    assert "unknown whether the boxes show what drives the prediction" in text

@@ -30,8 +30,8 @@ from opal_deploy.evaluation.parts import (
 from opal_deploy.evaluation.session import evaluate_session
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import export
-from opal_deploy.export.files import plan_targets
 from opal_deploy.export.options import ExportOptions
+from opal_deploy.export.plan import plan_export
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import HeadConfig, NetworkConfig
@@ -278,7 +278,7 @@ def exported(checkpoint):
     """With all that the figures need; the comparison with PyTorch is what the tests make."""
     options = ExportOptions(threads=1, outputs="attention", input="float32", verify=False)
     source = CheckpointSource(checkpoints.load(checkpoint), checkpoint)
-    return OnnxSession(export(source, plan_targets(source), options).onnx[0].path, threads=1)
+    return OnnxSession(export(plan_export(source, options)).onnx[0].path, threads=1)
 
 
 def _measure(session, data, **options):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from onnx import TensorProto, helper
 
 from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
-from opal_deploy.errors import ArtifactError, UsageError
+from opal_deploy.errors import ArtifactError
 from opal_deploy.export.builder import EngineTarget, Network
 from opal_deploy.export.checkpoint_source import ExportGraph, trace
 from opal_deploy.export.options import EngineOptions
@@ -23,12 +22,11 @@ pytestmark = pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason=
 
 PRECISIONS = {"fp32": lambda model: model, "fp16": to_fp16, "bf16": to_bf16}
 EVERY_RUN = {"resnet50": ("fp32", "fp16"), "convnext_tiny": ("fp16", "bf16"), "efficientnet_v2_s": ("fp16",)}
-OTHERS = ("resnet101", "resnet152", "convnext_small", "convnext_base", "efficientnet_v2_m", "efficientnet_v2_l")
 BUILDS = [
     *(pytest.param(name, ("sm80",), built, id=name) for name, built in EVERY_RUN.items()),
     *(
         pytest.param(name, ("sm80", "sm89"), tuple(PRECISIONS), id=f"{name} in all", marks=pytest.mark.slow)
-        for name in (*EVERY_RUN, *OTHERS)
+        for name in (*EVERY_RUN, "resnet152", "convnext_base", "efficientnet_v2_l")
     ),
 ]
 
@@ -76,29 +74,16 @@ def test_a_graph_that_the_parser_refuses_is_one_line_with_the_node(library):
     assert "\n" not in str(refusal.value)
 
 
-def test_uint8_that_is_transposed_before_it_is_cast_is_refused(library):
-    # why the contract says that the cast comes first; when this fails, the contract may be loosened
-    transpose = helper.make_node("Transpose", ["images"], ["moved"], perm=[0, 3, 1, 2])
-    cast = helper.make_node("Cast", ["moved"], ["logits"], to=TensorProto.FLOAT)
-    content = model_of(TensorProto.UINT8, ["N", 8, 8, 3], ["N", 3, 8, 8], transpose, cast)
-    with pytest.raises((ArtifactError, UsageError)):
-        Network(library, content, "m.onnx").build(target("sm80"), EngineOptions())
-
-
 @pytest.fixture(scope="module")
 def small(library, fp32):
     return Network(library, fp32.read_bytes(), "small.onnx")
 
 
-def test_progress_and_messages_are_passed_on(library, fp32):
-    messages = []
+def test_progress_is_passed_on(small):
     progress = []
-    network = Network(library, fp32.read_bytes(), "m.onnx", lambda *message: messages.append(message))
-    network.build(target("sm80"), EngineOptions(), lambda *step: progress.append(step))
-    assert any("Engine generation completed" in message for _, message in messages)
-    assert {level for level, _ in messages} <= {"INFO", "WARNING", "ERROR"}
+    small.build(target("sm80"), EngineOptions(), lambda *step: progress.append(step))
     assert len({phase for phase, _, _ in progress}) > 1
-    assert all(0 <= done <= total for _, done, total in progress if total)
+    assert all(0 < done <= total for _, done, total in progress if total)
     assert any(done == total > 1 for _, done, total in progress)
 
 
@@ -114,48 +99,7 @@ def test_ctrl_c_ends_the_build_and_its_handler_is_put_back(small):
     assert small.build(target("sm80"), EngineOptions()).content
 
 
-def test_too_little_workspace_says_so_and_what_to_give(small):
-    with pytest.raises(UsageError, match=r"could not build the engine for sm80: .*give more --workspace"):
-        small.build(target("sm80"), EngineOptions(workspace="1M"))
-
-
-class TestOptionsOfTensorRT:
-    """With TensorRT for RTX's own configuration, which has all of TensorRT's names; TensorRT needs a GPU."""
-
-    @pytest.fixture
-    def configure(self, library, fp32):
-        network = Network(library, fp32.read_bytes(), "m.onnx")
-        network.library = replace(library, name="tensorrt")
-
-        return lambda **options: network._configure(
-            EngineTarget("tensorrt", "sm89", None, "a test"), EngineOptions(**options)
-        )
-
-    @pytest.mark.parametrize(
-        ("options", "flags"),
-        [
-            ({}, set()),
-            ({"version_compatible": True}, {"VERSION_COMPATIBLE"}),
-            ({"strip_weights": True}, {"STRIP_PLAN", "REFIT_IDENTICAL"}),
-        ],
-    )
-    def test_flags(self, configure, small, options, flags):
-        trt = small.library.module.BuilderFlag
-        assert small._builder.create_builder_config().get_flag(trt.TF32), "else it need not be turned off"
-        names, config = ("VERSION_COMPATIBLE", "STRIP_PLAN", "REFIT_IDENTICAL", "TF32"), configure(**options)
-        assert {name for name in names if config.get_flag(getattr(trt, name))} == flags
-
-    def test_levels_and_limits(self, configure, small):
-        trt = small.library.module
-        config = configure(optimization_level=5, workspace=1 << 30)
-        assert config.builder_optimization_level == 5
-        assert config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE) == 1 << 30
-        # TensorRT for RTX has the property, but keeps its default
-        configure(hardware_compatible="ampere+")
-        assert {"AMPERE_PLUS", "SAME_COMPUTE_CAPABILITY"} <= set(trt.HardwareCompatibilityLevel.__members__)
-
-    def test_a_timing_cache_is_written_and_read_again(self, small, tmp_path):
-        cache = tmp_path / "sub" / "timing.cache"
-        for _ in range(2):
-            small.build(target("sm80"), EngineOptions(timing_cache=cache))
-            assert cache.stat().st_size > 0
+def test_tf32_is_off(small):
+    flag = small.library.module.BuilderFlag.TF32
+    assert small._builder.create_builder_config().get_flag(flag), "else it need not be turned off"
+    assert not small._configure(target("sm80"), EngineOptions()).get_flag(flag)

@@ -13,7 +13,7 @@ from onnx import TensorProto
 from torch import nn
 from torchvision.ops import SqueezeExcitation
 
-from opal_deploy.artifact import onnx_file, test_vectors
+from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import UsageError
 from opal_deploy.export.builder import Network
@@ -81,30 +81,14 @@ class TestResNet18:
         assert [entry.key for entry in graph.metadata_props] == ["opal"]
         metadata = onnx_file.read_metadata(exported.path)
         assert metadata == exported.metadata
-        assert (metadata.backbone, metadata.grid, metadata.input_size) == ("resnet18", (2, 3), (64, 96))
-        assert (metadata.input_kind, metadata.precision, metadata.evidence) == ("uint8", "fp32", "exact")
+        assert (metadata.grid, metadata.evidence, metadata.exporter["opset"]) == ((2, 3), "exact", 17)
         assert metadata.class_names == ("Sooty Albatross", "Crested Auklet", "Äußerer Käuz", "Tern <b>")
-        assert metadata.source["sha256"] == f"{0:064x}"
-        assert metadata.exporter["opset"] == 17
         onnx_file.check_digest(exported.path, metadata)
 
-    def test_the_verification_report_says_what_was_compared(self, exported):
+    def test_every_cell_was_compared(self, exported):
         report = exported.metadata.verification
-        assert report["passed"] is True
-        assert report["batches"] == [1, 2, 7]
-        assert (report["images"], report["image_set"]) == (64, "64 generated creatures")
-        assert report["reference"].startswith(f"PyTorch {torch.__version__}")
-        assert report["gate"]["cosine"] == 1e-6
-        assert report["max_cosine"] <= 1e-6
+        assert (report["passed"], report["images"], report["cells_different"]) == (True, 64, 0)
         assert report["cells"] + report["cells_tied"] == 64 * 20
-        assert report["cells_different"] == 0
-
-    def test_the_test_vectors_are_pytorchs_outputs(self, exported, resnet18):
-        stored = test_vectors.unpack(exported.metadata.test_vectors, "c.onnx")
-        outputs = TorchSession(resnet18, device="cpu").run(stored.images)
-        assert len(stored.images) == 4
-        np.testing.assert_array_equal(stored.outputs.argmax, outputs.argmax)
-        np.testing.assert_allclose(stored.outputs.logits, outputs.logits, rtol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -230,16 +214,11 @@ def test_squeeze_and_excitation_needs_no_shape_of_the_batch(write_onnx, tmp_path
     assert isinstance(body.second[1].avgpool, nn.AdaptiveAvgPool2d)
 
 
-@pytest.mark.parametrize("part", ["parameters", "buffers"])
-def test_a_network_over_two_gigabytes_is_refused_before_it_is_traced(part):
+def test_a_network_over_two_gigabytes_is_refused_before_it_is_traced():
     network = build_checkpoint(sharp=False).network
-    if part == "parameters":
-        with torch.device("meta"):
-            network.head = OpalHead(2048, 60_000, network.config.head)
-    else:
-        network.register_buffer("large", nn.Parameter(torch.empty(1 << 29, device="meta")).detach())
-    size = r"2\.5 GB" if part == "parameters" else r"2\.1 GB"
-    with pytest.raises(UsageError, match=rf"{size} of parameters, over ONNX's limit of 2 GB"):
+    with torch.device("meta"):
+        network.head = OpalHead(2048, 60_000, network.config.head)
+    with pytest.raises(UsageError, match=r"2\.5 GB"):
         trace(ExportGraph(network, "uint8", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)))
 
 
@@ -248,9 +227,7 @@ def test_a_network_over_two_gigabytes_is_refused_before_it_is_traced(part):
 @pytest.mark.parametrize(
     "name",
     [
-        "shufflenet_v2_x0_5", "resnet50", "resnet101", "resnet152",
-        "efficientnet_v2_s", "efficientnet_v2_m", "efficientnet_v2_l",
-        "convnext_tiny", "convnext_small", "convnext_base",
+        "resnet50", "resnet152", "efficientnet_v2_s", "efficientnet_v2_l", "convnext_tiny", "convnext_base",
     ],
 )  # fmt: skip
 def test_a_random_checkpoint_of_a_backbone_passes_the_gate(write_onnx, tmp_path, name):

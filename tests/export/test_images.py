@@ -58,15 +58,9 @@ def test_int8_is_calibrated_on_training_images_and_judged_on_others(trained):
     assert not set(judges.names) & set(choice.calibration.names)
 
 
-@pytest.mark.parametrize("change", ["moved", "emptied", "another class", "an image less"])
-def test_data_that_are_not_those_of_the_run_are_left_and_said(trained, change):
+def test_data_that_are_not_those_of_the_run_are_left_and_said(trained):
     root, said = Path(trained.training["data"]["root"]), []
-    {
-        "moved": lambda: root.rename(root.with_name("elsewhere")),
-        "emptied": lambda: (root.rename(root.with_name("elsewhere")), root.mkdir()),
-        "another class": lambda: (root / "train" / "a").rename(root / "train" / "e"),
-        "an image less": lambda: (root / "val" / "a" / "0.png").unlink(),
-    }[change]()
+    (root / "train" / "a").rename(root / "train" / "e")
     choice = choose_images(trained, ExportOptions(log=said.append), calibrate=False)
     assert choice.verification.first(3).description == "3 generated creatures"
     assert "--images" in said[0]

@@ -7,7 +7,6 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from opal_deploy.artifact import onnx_file
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.export.precision import simulate_low_precision, to_bf16, to_fp16
 from opal_deploy.runtime.onnx_session import OnnxSession
@@ -41,12 +40,6 @@ class TestFp16:
         head = nodes[[node.op_type for node in nodes].index("Softmax") :]
         floats = {types[name] for node in head for name in node.output} - {TensorProto.INT64, TensorProto.INT32}
         assert floats == {TensorProto.FLOAT}
-
-    def test_inputs_and_outputs_stay_and_weights_halve(self, half, original):
-        assert list(original.graph.input) == list(half.graph.input)
-        assert list(original.graph.output) == list(half.graph.output)
-        sizes = [sum(len(tensor.raw_data) for tensor in model.graph.initializer) for model in (half, original)]
-        assert sizes[0] < 0.55 * sizes[1]
 
 
 def _model(nodes, output, initializers=()):
@@ -150,12 +143,3 @@ class TestBf16:
         session = OpenvinoSession(bf16, threads=1)
         assert verify_test_vectors(session, "the file", wide_batch(session.metadata))
         assert session.description.endswith(" bf16")
-
-    def test_it_is_rounded_more_coarsely_than_half_precision(self, bf16, fp32, write_onnx):
-        half = write_onnx(fp32, bf16.with_name("c.fp16.onnx"), "fp16").path
-        reports = [onnx_file.read_metadata(path).verification for path in (half, bf16)]
-        assert reports[0]["max_cosine"] < reports[1]["max_cosine"] < 5e-2
-
-    def test_a_weight_beyond_float16_is_no_hindrance(self):
-        cast = to_bf16(_graph(1e5))
-        assert TensorProto.BFLOAT16 in {tensor.data_type for tensor in cast.graph.initializer}

@@ -22,31 +22,12 @@ def read(name):
     return manifest, jsonschema.Draft202012Validator(schema)
 
 
-def objects(value):
-    """Return all objects within a value."""
-    if isinstance(value, list):
-        return [found for element in value for found in objects(element)]
-    if not isinstance(value, dict):
-        return []
-    return [value, *(found for element in value.values() for found in objects(element))]
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_a_manifest_has_only_fields_that_its_resource_has_each_of_its_type(name):
+def test_a_manifest_has_only_fields_that_its_resource_has(name):
     manifest, validator = read(name)
     validator.validate(manifest)
-    refused = 0
-    for number in range(len(objects(manifest["spec"]))):
-        changed = copy.deepcopy(manifest)
-        objects(changed["spec"])[number]["noSuchField"] = "x"
-        refused += not validator.is_valid(changed)
-    # the parameters of `ray start` alone have free names; "x" is no quantity of a resource
-    free = sum("rayStartParams" in one for one in objects(manifest["spec"]))
-    assert refused == len(objects(manifest["spec"])) - free
     changed = copy.deepcopy(manifest)
-    for one in objects(changed):
-        if "containers" in one:
-            one["containers"][0]["image"] = 1
+    changed["spec"]["noSuchField"] = "x"
     assert not validator.is_valid(changed)
 
 

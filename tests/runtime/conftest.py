@@ -10,9 +10,9 @@ from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.engine_file import BatchRange, write_sidecar
 from opal_deploy.export.builder import choose_engine_targets
 from opal_deploy.export.exporter import export
-from opal_deploy.export.files import EngineTargets, ExportTargets
 from opal_deploy.export.onnx_source import OnnxSource
 from opal_deploy.export.options import ExportOptions
+from opal_deploy.export.plan import EngineTargets, ExportPlan
 from opal_deploy.runtime import engine_session, tensorrt
 from opal_deploy.runtime.devices import Driver, Gpu, read_driver
 from opal_deploy.runtime.engine_session import EngineSession
@@ -60,7 +60,7 @@ class Stand:
             patch.setattr(engine_session, "read_driver", lambda: self.driver)
             patch.setattr(engine_session, "Cuda", lambda index, extra: self.cuda)
             patch.setattr(tensorrt, "installed_version", lambda name: self.version)
-            patch.setattr(tensorrt, "load", lambda name, _: Bindings(name, self.trt, str(self.version), 13))
+            patch.setattr(tensorrt, "load", lambda name, _: Bindings(name, self.trt, str(self.version)))
             return EngineSession(self.path, **options)
 
     def describe(self, batch=(1, 2, 4), **changes):
@@ -68,7 +68,7 @@ class Stand:
         metadata = onnx_file.read_metadata(self.onnx)
         parts = {
             "builder": {"name": self.name, "version": VERSION, "cuda": 13, "platform": platform_name()},
-            "options": {"batch": list(batch), "strip_weights": False, "version_compatible": False},
+            "options": {"batch": list(batch)},
             "onnx": {"file": self.onnx.name, "sha256": metadata.file_sha256, "graph": "0" * 64},
         }
         sidecar = build_sidecar(self.path, metadata, **{**parts, **changes})
@@ -105,9 +105,9 @@ def open_engine_for(request, make_stand, tmp_path):
         here = sm_name(driver.gpus[0].compute_capability)
         if tensorrt.installed_version(TENSORRT) is None and here not in AHEAD_OF_TIME:
             pytest.skip(f"{here}: TensorRT for RTX builds nothing for it, and TensorRT is not installed")
-        build = ExportOptions(target="current", batch=str(BatchRange(*batch)))
+        build = ExportOptions(batch=str(BatchRange(*batch)))
         engines = EngineTargets(choose_engine_targets(build, driver), tmp_path, driver)
-        built = export(OnnxSource(onnx), ExportTargets({}, engines), build).engines
+        built = export(ExportPlan(OnnxSource(onnx), build, {}, engines)).engines
         return EngineSession(built[0].path, **options)
 
     return open_real

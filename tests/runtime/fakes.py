@@ -136,7 +136,6 @@ class FakeTensorRT:
     """Runtime, refitter, engine and context in one object, with what TensorRT for RTX has on top."""
 
     ILogger = type("ILogger", (), {"__init__": lambda self: None})
-    IProfiler = type("IProfiler", (), {"__init__": lambda self: None})
 
     def __init__(self, cuda):
         self.cuda = cuda
@@ -145,10 +144,8 @@ class FakeTensorRT:
         self.failures = 0  # executions that fail
         self.deserialized = 0
         self.executed = []
-        self.refitted = []
         self.strategies = []
         self.cache_reads = []
-        self.layers = []  # names and milliseconds that an execution reports
         self.DynamicShapesKernelSpecializationStrategy = SimpleNamespace(EAGER="eager")
         self.CudaGraphStrategy = SimpleNamespace(WHOLE_GRAPH_CAPTURE="whole")
 
@@ -158,12 +155,6 @@ class FakeTensorRT:
         self.logger = logger
         self.runtime = SimpleNamespace(deserialize_cuda_engine=self.deserialize_cuda_engine)
         return self.runtime
-
-    def Refitter(self, engine, logger):
-        return SimpleNamespace(refit_cuda_engine=lambda: True)
-
-    def OnnxParserRefitter(self, refitter, logger):
-        return SimpleNamespace(refit_from_file=lambda path: self.refitted.append(path) is None)
 
     def log_error(self, message):
         self.logger.log(SimpleNamespace(name="ERROR"), message)
@@ -231,8 +222,6 @@ class FakeRuntimeConfig:
 class FakeContext:
     """IExecutionContext: computes when its stream is drained, with the shape and addresses of when it was queued."""
 
-    profiler = None
-
     def __init__(self, engine):
         self.engine, self.addresses = engine, dict[str, int]()
         self.shape = ()
@@ -251,8 +240,6 @@ class FakeContext:
             trt.failures -= 1
             trt.log_error("Cask convolution execution failed")
             return False
-        for layer in trt.layers if self.profiler else ():
-            self.profiler.report_layer_time(*layer)
         trt.cuda.streams[stream].push(lambda shape=self.shape, at=dict(self.addresses): self._compute(shape, at))
         return True
 

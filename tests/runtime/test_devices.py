@@ -35,8 +35,6 @@ def answer(monkeypatch):
             "DeviceGetCudaComputeCapability": (9, 0), "DeviceGetPowerUsage": 699_500, "DeviceGetTemperature": 88,
             "DeviceGetClockInfo": fail(pynvml.NVML_ERROR_NOT_SUPPORTED),
             "DeviceGetUtilizationRates": fail(pynvml.NVML_ERROR_NOT_SUPPORTED),
-            # a driver before 535 has the clocks' reasons under their old name
-            "DeviceGetCurrentClocksEventReasons": fail(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND),
         }  # fmt: skip
         for name, value in {**usual, **answers}.items():
             monkeypatch.setattr(pynvml, f"nvml{name}", value if callable(value) else lambda *_, value=value: value)
@@ -62,11 +60,6 @@ def answer(monkeypatch):
             Driver(problem="the NVIDIA driver does not answer: Driver/library version mismatch (18)"),
             id="a driver that does not start",
         ),
-        pytest.param(
-            {"Init": fail(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)},
-            Driver(problem="libnvidia-ml.so.1 is not usable: Function Not Found"),
-            id="another library",
-        ),
     ],
 )
 def test_the_driver_is_read(answer, answers, driver):
@@ -86,7 +79,7 @@ def test_without_a_driver_the_missing_library_is_named(monkeypatch):
 
 
 def test_sensors_leave_out_what_the_gpu_does_not_report(answer):
-    answer(DeviceGetCurrentClocksThrottleReasons=0x48)
+    answer(DeviceGetCurrentClocksEventReasons=0x48)
     assert GpuSensors(0).read() == {"power_watts": 699.5, "temperature_celsius": 88, "memory_used_mb": 5000}
     assert GpuSensors(0).read_clock_reasons() == ["hw_slowdown", "hw_thermal_slowdown"]
 
@@ -103,9 +96,7 @@ def test_the_gpu_is_the_one_that_cuda_counts(answer, monkeypatch, visible, opene
     ("text", "expected"),
     [
         ("processor : 0\nflags\t\t: fpu avx2 avx512f avx512_vnni\n", True),
-        ("flags : avx2 avx_vnni\n", True),
         ("flags : avx2 avx512f\nnote : avx512_vnni\n", False),
-        ("Features : asimd i8mm\n", False),
         (None, False),
     ],
 )

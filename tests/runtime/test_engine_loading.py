@@ -1,8 +1,8 @@
 """What is asked before native code sees an engine, and what the first load on a machine does."""
 
 import json
-import os
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -10,11 +10,8 @@ from opal_deploy.artifact.engine_file import checks_path, read_checks, sidecar_p
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError
 from opal_deploy.runtime import tensorrt
 from opal_deploy.runtime.devices import Driver, Gpu
-from opal_deploy.runtime.tensorrt import find_incompatibility
 
 A100 = Gpu(0, "NVIDIA A100-SXM4-80GB", 80 << 30, (8, 0))
-H100 = Gpu(0, "NVIDIA H100 80GB HBM3", 80 << 30, (9, 0))
-T4 = Gpu(0, "Tesla T4", 15 << 30, (7, 5))
 L4 = Gpu(0, "NVIDIA L4", 24 << 30, (8, 9))
 OLD_DRIVER = {"driver": Driver("550.54", (12, 4), (L4,))}
 NO_GPU = {"driver": Driver(problem="no NVIDIA driver found")}
@@ -33,14 +30,14 @@ def refusal(stand):
 
 def test_a_flipped_bit_or_a_missing_end_of_the_plan_is_found(stand):
     content = stand.path.read_bytes()
-    for position in (0, 1, 1000, *(int(share * len(content)) for share in (0.3, 0.5, 0.9)), len(content) - 1):
+    for position in (0, len(content) // 2, len(content) - 1):
         flipped = bytearray(content)
         flipped[position] ^= 4
         stand.path.write_bytes(flipped)
         line = refusal(stand)
         assert "damaged" in line
         assert "c.fp16.onnx --trt --rebuild" in line
-    for share in (0, 1e-5, 0.5, 0.999):
+    for share in (0, 0.999):
         stand.path.write_bytes(content[: int(share * len(content))])
         assert "damaged" in refusal(stand)
 
@@ -48,7 +45,7 @@ def test_a_flipped_bit_or_a_missing_end_of_the_plan_is_found(stand):
 def test_every_flipped_byte_of_the_sidecar_and_any_other_content_is_found(stand):
     sidecar = sidecar_path(stand.path)
     content = sidecar.read_bytes()
-    for position in range(0, len(content), max(1, len(content) // 150)):
+    for position in range(0, len(content), max(1, len(content) // 50)):
         changed = bytearray(content)
         changed[position] ^= 1
         sidecar.write_bytes(changed)
@@ -81,10 +78,7 @@ OTHER_MACHINES = {
     "system": ({}, {"builder": BUILDER | {"platform": "Windows AMD64"}}, "built on Windows AMD64, and this is "),
     "capability": ({"gpu": A100}, {}, "built for sm89 (L4, L40), and NVIDIA A100-SXM4-80GB is sm80"),
     "driver": (OLD_DRIVER, {}, "needs CUDA 13.0, and driver 550.54 runs CUDA 12.4 at most; update the driver"),
-    "minor": (OLD_DRIVER, {"builder": BUILDER | {"name": "tensorrt-rtx", "cuda": 12}}, "needs CUDA 12.9, and driver"),
     "builder": ({}, {"builder": {"name": "tensorrt-next", "version": "1"}}, "'tensorrt-next', which this version of"),
-    "version first": ({"version": "12.0", "gpu": A100, **OLD_DRIVER}, {}, "12.0 is installed"),
-    "then GPU": ({"gpu": A100, **OLD_DRIVER}, {}, "is sm80"),
 }
 
 
@@ -97,31 +91,6 @@ def test_another_machine_is_refused(stand, machine, sidecar, says):
     line = refusal(stand)
     assert says in line
     assert "c.fp16.onnx --trt --rebuild --batch 1:2:4" in line
-
-
-@pytest.mark.parametrize(
-    ("option", "gpu", "version", "runs"),
-    [
-        ({"version_compatible": True}, L4, "11.4.0.106", True),
-        ({"version_compatible": True}, L4, "11.5.0.1", True),
-        ({"version_compatible": True}, L4, "11.3.0.9", False),
-        ({"version_compatible": True}, L4, "12.0", False),
-        ({"hardware_compatible": "ampere+"}, A100, "11.4.0.106", True),
-        ({"hardware_compatible": "ampere+"}, H100, "11.4.0.106", True),
-        ({"hardware_compatible": "ampere+"}, T4, "11.4.0.106", False),
-    ],
-)
-def test_compatible_engines_run_on_newer_versions_and_gpus(stand, option, gpu, version, runs):
-    sidecar = stand.describe(options={"batch": [1, 2, 4], **option})
-    assert (find_incompatibility(sidecar, gpu, stand.driver, version) == "") is runs
-
-
-def test_a_version_compatible_engine_may_bring_its_own_runtime_and_no_other(stand):
-    stand.open()
-    assert not hasattr(stand.trt.runtime, "engine_host_code_allowed")
-    stand.describe(options={"batch": [1, 2, 4], "version_compatible": True})
-    stand.open()
-    assert stand.trt.runtime.engine_host_code_allowed is True
 
 
 class TestFirstLoad:
@@ -170,36 +139,14 @@ class TestFirstLoad:
             assert json.loads(checks_path(stand.path).read_text())["checks"][0]["passed"] is True
 
     def test_in_a_folder_that_cannot_be_written_it_is_checked_every_time(self, stand, monkeypatch):
-        def read_only(**_):
-            raise OSError(30, os.strerror(30))
-
-        monkeypatch.setattr("tempfile.mkstemp", read_only)
+        monkeypatch.setattr("tempfile.mkstemp", Mock(side_effect=OSError(30, "Read-only file system")))
         for _ in range(2):
             assert "checked at every start" in stand.open().description
         assert not checks_path(stand.path).exists()
 
 
-def test_stripped_weights_are_put_back_from_the_onnx_file_beside_it_and_from_no_other(stand, tiny_fp16, another):
-    stand.onnx = stand.path.with_name("c.fp16.onnx")
-    stand.onnx.write_bytes(tiny_fp16.read_bytes())
-    stand.describe(options={"batch": [1, 2, 4], "strip_weights": True})
-    stand.open()
-    assert stand.trt.refitted == [str(stand.onnx)]
-    stand.onnx.write_bytes(another.read_bytes())
-    with pytest.raises(ArtifactError, match="not the file that it was built from"):
-        stand.open()
-    stand.onnx.unlink()
-    with pytest.raises(ArtifactError, match=r"c\.fp16\.onnx, which holds its weights, is not next to it"):
-        stand.open()
-    assert len(stand.trt.refitted) == 1
-
-
-@pytest.mark.parametrize("name", ["tensorrt", "tensorrt-rtx"])
-def test_a_library_that_does_not_load_is_one_line(name, monkeypatch):
-    def broken(_):
-        raise OSError("libnvinfer.so.11: cannot open shared object file")
-
+def test_a_library_that_does_not_load_is_one_line(monkeypatch):
     monkeypatch.setattr(tensorrt, "installed_version", lambda _: "11.4")
-    monkeypatch.setattr("importlib.import_module", broken)
-    with pytest.raises(UsageError, match=r"installed but does not load \(libnvinfer\.so\.11"):
-        tensorrt.load(name, "a test")
+    monkeypatch.setattr("importlib.import_module", Mock(side_effect=OSError("libnvinfer.so.11: cannot open")))
+    with pytest.raises(UsageError, match=r"does not load \(libnvinfer"):
+        tensorrt.load("tensorrt", "a test")

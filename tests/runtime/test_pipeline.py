@@ -1,17 +1,13 @@
 """Batches in flight on a stand-in for a GPU: sessions of ONNX Runtime and of TensorRT alike."""
 
-import sys
-import threading
-
 import numpy as np
 import onnxruntime
 import pytest
 
-from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, VerificationError
+from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError
 from opal_deploy.predict.prediction import BatchPredictor
 from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.runtime import cuda_session
-from opal_deploy.runtime.cuda_options import CudaOptions, parse_cuda_options
 from opal_deploy.runtime.cuda_session import open_onnx_session
 from opal_deploy.runtime.onnx_session import CUDA, OnnxSession
 from opal_deploy.runtime.session import PaddingSession, PinningSession, PipelinedSession, StagedSession
@@ -40,9 +36,6 @@ class OnnxOnFakeCuda(_InferenceSession):
 
     def get_providers(self):
         return [self.name, "CPUExecutionProvider"] if hasattr(self, "name") else []
-
-    def get_provider_graph_assignment_info(self):
-        return []
 
     def run_with_iobinding(self, iobinding, run_options=None):
         if self.failure:
@@ -147,31 +140,6 @@ def test_images_in_registered_memory_are_copied_from_there(session_and_cuda, exp
     assert (cuda.memory, cuda.streams, cuda.live_events, cuda.registered) == ({}, {}, 0, {})
 
 
-def test_another_thread_may_register_its_memory_while_a_batch_runs(gpu, expected):
-    session = gpu.open()
-    interval = sys.getswitchinterval()
-    # as two calls of Model.predict do, which share the session
-    done = threading.Event()
-
-    def register_and_unregister():
-        while not done.is_set():
-            for address in range(1, 400):
-                session.register_buffer(address, 1)
-            for address in range(1, 400):
-                session.unregister_buffer(address)
-
-    sys.setswitchinterval(1e-6)
-    thread = threading.Thread(target=register_and_unregister)
-    thread.start()
-    try:
-        for _ in range(600):
-            assert_same(session.run(IMAGES[:3]), expected(0, 3))
-    finally:
-        done.set()
-        thread.join()
-        sys.setswitchinterval(interval)
-
-
 def test_batches_are_padded_to_a_few_sizes_and_each_has_a_session_that_sees_no_other(gpu, expected):
     session = gpu.open()
     assert isinstance(session, PaddingSession)
@@ -187,18 +155,6 @@ def test_batches_are_padded_to_a_few_sizes_and_each_has_a_session_that_sees_no_o
     many = IMAGES[np.arange(257) % len(IMAGES)]
     assert_same(session.run(many).rows(0, 11), expected(0, 11))
     assert [len(each.executed) for each in gpu.loaded[4:]] == [1], "filled up to 300, not in parts"
-
-
-def test_a_cuda_graph_is_recorded_for_each_size_and_set_of_buffers_after_two_runs(gpu, expected):
-    session = gpu.open(cuda_options=CudaOptions(enable_cuda_graph=True))
-    for count in (3, 3, 3, 1, 3):
-        assert_same(session.run(IMAGES[:count]), expected(0, count))
-    # the test vectors were the first run
-    assert gpu.launched == 3
-    handles = [session.submit(IMAGES[start : start + 2]) for start in (0, 2, 4)]
-    for start, handle in zip((0, 2, 4), handles, strict=True):
-        assert_same(session.collect(handle), expected(start, start + 2))
-    assert gpu.launched == 4
 
 
 @pytest.mark.parametrize(
@@ -228,32 +184,8 @@ def test_after_a_failed_batch_the_ones_before_and_after_are_right(gpu, expected,
     assert gpu.memory == {}
 
 
-def test_options_reach_the_provider_are_told_and_gated_by_the_files_own_vectors(gpu, monkeypatch):
-    options = parse_cuda_options(["prefer_nhwc=1", "cudnn_conv_algo_search = HEURISTIC"])
-    session = gpu.open(cuda_options=options)
-    assert session.description.endswith("on CUDA device 0, fp32, prefer_nhwc=1, cudnn_conv_algo_search=HEURISTIC")
-    given = gpu.loaded[0].options
-    assert (gpu.loaded[0].name, given["prefer_nhwc"]) == (CUDA, "1")
-
-    def refuse(session, name):
-        raise VerificationError(f"{name}: does not reproduce")
-
-    monkeypatch.setattr(cuda_session, "verify_test_vectors", refuse)
-    gpu.open()
-    with pytest.raises(VerificationError):
-        gpu.open(cuda_options=CudaOptions(prefer_nhwc=True))
-
-
-@pytest.mark.parametrize(
-    ("texts", "message"),
-    [
-        (["prefer_nwhc=1"], "did you mean prefer_nhwc"),
-        (["prefer_nhwc"], "expected NAME=VALUE"),
-        (["prefer_nhwc=yes"], "one of 0, 1"),
-        (["cudnn_conv_algo_search=FAST"], "one of EXHAUSTIVE, HEURISTIC, DEFAULT"),
-        (["prefer_nhwc=1", "prefer_nhwc=0"], "given twice"),
-    ],
-)
-def test_an_option_that_makes_no_sense_is_refused(texts, message):
-    with pytest.raises(UsageError, match=message):
-        parse_cuda_options(texts)
+def test_half_precision_runs_in_nhwc(gpu, tiny_fp16):
+    gpu.open().close()
+    open_onnx_session(tiny_fp16, device="cuda", threads=1).close()
+    assert [session.options["prefer_nhwc"] for session in gpu.loaded] == ["0", "1"]
+    assert {session.name for session in gpu.loaded} == {CUDA}

@@ -20,14 +20,13 @@ from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import compute_geometry
-from opal_deploy.preprocess.resize import normalise, to_input
-from opal_deploy.runtime.cuda_options import parse_cuda_options
+from opal_deploy.preprocess.resize import to_input
 from opal_deploy.runtime.cuda_session import open_onnx_session
 from opal_deploy.runtime.gates import GATES
 from opal_deploy.runtime.onnx_session import OnnxSession, available_cpus
 from opal_deploy.runtime.openvino_session import OpenvinoSession
 from opal_deploy.runtime.select import open_sessions
-from opal_deploy.runtime.torch_session import TorchSession, torch_device
+from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.runtime.verification import compare_outputs, verify_test_vectors
 from opal_deploy.synthetic import example_images
 from tests.builders import export_onnx
@@ -52,10 +51,9 @@ class TestOnnxRuntimeOnTheCpu:
         assert compare_outputs(torch_session.run_reference(IMAGES), session.run(IMAGES), session.metadata, FP32)
 
     def test_outputs_depend_on_neither_batch_nor_strides(self, session):
-        whole, alone = session.run(IMAGES), session.run(IMAGES[3:4])
+        whole, alone, flipped = session.run(IMAGES), session.run(IMAGES[3:4]), IMAGES[:, :, ::-1]
         np.testing.assert_allclose(whole.logits[3:4], alone.logits, rtol=1e-5)
         np.testing.assert_array_equal(whole.argmax[3:4], alone.argmax)
-        flipped = IMAGES[:, :, ::-1]
         np.testing.assert_array_equal(session.run(flipped).logits, session.run(flipped.copy()).logits)
 
     def test_a_batch_of_another_shape_is_the_callers_bug(self, session, torch_session, in_openvino):
@@ -83,8 +81,7 @@ class TestOnnxRuntimeOnTheCpu:
     @pytest.mark.parametrize(
         "change",
         [
-            {"class_names": ("a", "b")}, {"prototypes_per_class": 4}, {"input_size": (64, 192)},
-            {"input_kind": "float32"}, {"outputs": ("logits", "argmax")}, {"outputs": ("logits", "cells")},
+            {"class_names": ("a", "b")}, {"input_kind": "float32"}, {"outputs": ("logits", "cells")},
         ],
         ids=str,
     )  # fmt: skip
@@ -111,13 +108,9 @@ class TestOpenvino:
         assert compared, compared.failures
         assert in_openvino.description.endswith(" on CPU, 1 threads, fp32")
 
-    def test_what_it_does_not_run_is_one_line(self, tiny, tmp_path):
+    def test_what_it_does_not_run_is_one_line(self, tiny):
         with pytest.raises(UsageError, match=r"\Adevice cuda:1: --runtime openvino runs on the CPU; .*\Z"):
             open_sessions(tiny.path, device="1", runtime="openvino")
-        path = Path(shutil.copy(tiny.path, tmp_path / "m.onnx"))
-        onnx_file.rewrite_metadata(path, replace(onnx_file.read_metadata(path), prototypes_per_class=4))
-        with pytest.raises(ArtifactError, match=r"\A.*m\.onnx: its tensors .* promises .*; export it again\Z"):
-            OpenvinoSession(path)
 
 
 @pytest.mark.data
@@ -164,20 +157,11 @@ class TestDevices:
                 open_session(source, device="cuda")
             assert "pip" not in str(refused.value)
 
-    @pytest.mark.parametrize(
-        ("gpus", "device", "message"),
-        [(0, "cuda:0", "no CUDA GPU|no NVIDIA"), (2, "cuda:2", "cuda:2: PyTorch sees 2")],
-    )
-    def test_a_gpu_that_is_not_there_is_refused_by_torch(self, tiny, monkeypatch, gpus, device, message):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        with pytest.raises(UsageError, match=message):
-            TorchSession(tiny.checkpoint, device=device)
-
-    def test_pytorchs_gpu_has_a_number_whichever_is_current(self, monkeypatch):
+    def test_a_gpu_that_is_not_there_is_refused_by_torch(self, tiny, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        assert [str(torch_device(name)) for name in ("auto", "cuda", "cuda:1")] == ["cuda:0", "cuda:0", "cuda:1"]
+        with pytest.raises(UsageError, match="cuda:2: PyTorch sees 2"):
+            TorchSession(tiny.checkpoint, device="cuda:2")
 
     def test_a_list_of_devices_that_makes_no_sense_is_refused(self, tiny):
         for text in ("0,0", "0,x", "1;2", "-1", ",", "0,"):
@@ -193,7 +177,6 @@ class TestFailures:
             ("BFCArena Available memory of 0 is smaller than requested bytes of 1024", OutOfMemory),
             ("CUDA failure 2: out of memory ; GPU=0\nsecond line", OutOfMemory),
             ("CUBLAS failure 3: CUBLAS_STATUS_ALLOC_FAILED ; GPU=0", OutOfMemory),
-            ("std::bad_alloc", OutOfMemory),
             ("CUDA failure 719: unspecified launch failure ; GPU=0", StoppedEarly),
         ],
     )
@@ -236,16 +219,6 @@ class TestTorchReference:
         expected = (best[..., 0] - best[..., 1]) / best[..., 0]
         np.testing.assert_allclose(torch_session.run_reference(IMAGES).top2_margin, expected, atol=1e-5)
 
-    def test_pixels_are_normalised_on_the_device_as_numpy_does(self, torch_session):
-        normalised = normalise(IMAGES[::-1], torch_session.metadata.mean, torch_session.metadata.std)
-        expected = torch_session.run_normalised(normalised).logits
-        np.testing.assert_array_equal(torch_session.run(IMAGES[::-1]).logits, expected)
-
-    def test_it_never_uses_tf32(self, tiny):
-        TorchSession(tiny.checkpoint, device="cpu")
-        assert not torch.backends.cuda.matmul.allow_tf32
-        assert not torch.backends.cudnn.allow_tf32
-
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_file_reproduces_its_own_test_vectors_and_no_other_networks(precision, tiny, tiny_fp16, another):
@@ -270,9 +243,8 @@ class TestCuda:
         for start, stop in ((0, 1), (1, 3), (3, 5)):
             np.testing.assert_allclose(gpu_session.run(IMAGES[start:stop]).logits, whole.logits[start:stop], atol=1e-5)
 
-    @pytest.mark.parametrize("options", [[], ["prefer_nhwc=1"], ["enable_cuda_graph=1"]], ids=str)
-    def test_batches_in_flight_from_page_locked_memory_have_the_same_outputs(self, tiny, options):
-        session = open_onnx_session(tiny.path, device="cuda:0", cuda_options=parse_cuda_options(options))
+    def test_batches_in_flight_from_page_locked_memory_have_the_same_outputs(self, tiny):
+        session = open_onnx_session(tiny.path, device="cuda:0")
         images = IMAGES.copy()
         assert session.register_buffer(images.ctypes.data, images.nbytes)
         expected = OnnxSession(tiny.path, device="cpu", threads=1).run(IMAGES)

@@ -71,14 +71,13 @@ def flip(count, *, block, reference=REFERENCE):
     return argmax
 
 
-@pytest.mark.parametrize("gate", [FP32, FP16, WIDEST], ids=["fp32", "fp16", "widest"])
-def test_equal_outputs_pass_with_no_difference(gate):
-    report = compare(gate)
+def test_equal_outputs_pass_with_no_difference():
+    report = compare(FP32)
     assert report
     assert (report.max_logit, report.max_cosine, report.max_score) == (0.0, 0.0, 0.0)
     assert (report.images, report.cells, report.cells_different, report.classes_different) == (10, 200, 0, 0)
     # a model without evidence is judged by its logits
-    report = compare(gate, reference=Reference(REFERENCE.images, BARE))
+    report = compare(FP32, reference=Reference(REFERENCE.images, BARE))
     assert report
     assert (report.max_cosine, report.max_score, report.cells) == (None, None, 0)
 
@@ -135,8 +134,7 @@ class TestCells:
     @pytest.mark.parametrize(
         ("cells", "flips", "passes", "shown"),
         [
-            (300, 0, True, False), (300, 3, True, False), (300, 5, False, False), (300, 30, False, False),
-            (1000, 0, True, True), (1000, 9, True, False), (1000, 11, False, False),
+            (300, 0, True, False), (300, 3, True, False), (300, 5, False, False), (1000, 0, True, True),
         ],
     )  # fmt: skip
     def test_a_share_is_refused_only_where_it_is_shown_to_be_too_small(self, cells, flips, passes, shown):
@@ -193,27 +191,22 @@ class TestClasses:
 
 
 class TestMalformedOutputs:
-    def test_another_shape_or_type_fails_by_name(self):
-        for name, value in (
-            *(("logits", np.zeros(shape, np.float32)) for shape in ((10, 3), (9, 4))),
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("logits", np.zeros((10, 3), np.float32)), ("logits", np.zeros((9, 4), np.float32)),
             ("logits", np.zeros((10, 4), np.float64)), ("argmax", np.zeros((10, 20), np.int64)), ("argmax", None),
-            ("scores", None), ("scores", np.zeros((10, 20, 1), np.float32)),
-        ):  # fmt: skip
-            report = compare(WIDEST, **{name: value})
-            assert not report
-            assert report.failures[0].startswith(f"{name}: ")
+            ("scores", None), ("logits", set_value(OUTPUTS.logits, (3, 2), np.nan)),
+            ("scores", set_value(OUTPUTS.scores, (3, 2), -np.inf)),
+        ],
+    )  # fmt: skip
+    def test_another_shape_or_type_or_a_value_that_is_not_finite_fails_by_name(self, name, value):
+        assert compare(WIDEST, **{name: value}).failures[0].startswith(f"{name}: ")
 
-    @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-    @pytest.mark.parametrize("name", ["logits", "scores"])
-    def test_a_value_that_is_not_finite_fails(self, name, value):
-        report = compare(WIDEST, **{name: set_value(getattr(OUTPUTS, name), (3, 2), value)})
-        assert "1 values are NaN or infinite" in report.failures[0]
-
-    @pytest.mark.parametrize("outputs", [OUTPUTS, BARE], ids=["with evidence", "logits alone"])
-    def test_a_reference_that_is_not_finite_proves_nothing(self, outputs):
-        for name in ("logits", "scores") if outputs is OUTPUTS else ("logits",):
-            spoilt = replace(outputs, **{name: set_value(getattr(outputs, name), (3, 2), np.nan)})
-            assert not compare_outputs(replace(REFERENCE, outputs=spoilt), outputs, METADATA, WIDEST)
+    def test_a_reference_that_is_not_finite_proves_nothing(self):
+        for name in ("logits", "scores"):
+            spoilt = replace(OUTPUTS, **{name: set_value(getattr(OUTPUTS, name), (3, 2), np.nan)})
+            assert not compare_outputs(replace(REFERENCE, outputs=spoilt), OUTPUTS, METADATA, WIDEST)
 
 
 class TestRelaxedForAnotherMachine:
@@ -221,6 +214,8 @@ class TestRelaxedForAnotherMachine:
         gate = FP32.relaxed_for_machine()
         assert (gate.cosine, gate.score, gate.tie) == pytest.approx((1e-5, 1e-4, 1e-3))
         assert (gate.logit, gate.cells) == (FP32.logit, FP32.cells)
+        widest = FP32.widened_by(Rounding(3e-5, 3e-5, 3e-3)).relaxed_for_machine()
+        assert (widest.cosine, widest.score, widest.tie) == (WIDEST.cosine, WIDEST.score, WIDEST.tie)
 
     @pytest.mark.parametrize("precision", ["fp16", "bf16", "int8"])
     def test_a_lower_precision_is_judged_by_all_cells_without_near_ties(self, precision):
@@ -229,10 +224,6 @@ class TestRelaxedForAnotherMachine:
         assert gate.tie == NEAR_TIE
         assert 0.3 <= gate.all_cells == gate.cells < own.cells
 
-    def test_a_widened_gate_stays_within_the_widest(self):
-        gate = FP32.widened_by(Rounding(3e-5, 3e-5, 3e-3)).relaxed_for_machine()
-        assert (gate.cosine, gate.score, gate.tie) == (WIDEST.cosine, WIDEST.score, WIDEST.tie)
-
 
 class TestWidenedByRounding:
     @pytest.mark.parametrize(
@@ -240,7 +231,6 @@ class TestWidenedByRounding:
         [
             pytest.param(FP32, (3e-7, 2e-6, 4e-5), (9.6e-6, 6.4e-5, 1.28e-3), id="32 times the error"),
             pytest.param(FP32, (0.0, 0.0, 0.0), (FP32.cosine, FP32.score, FP32.tie), id="never narrower"),
-            pytest.param(FP16, (1e-9, 1e-9, 1e-9), (FP16.cosine, FP16.score, FP16.tie), id="never narrower, fp16"),
             pytest.param(FP32, (1.0, 1.0, 1.0), (WIDEST.cosine, WIDEST.score, WIDEST.tie), id="not beyond the widest"),
         ],
     )
@@ -272,9 +262,8 @@ class TestBestClassesAlone:
         outputs = Outputs(np.empty((10, 0), np.float32), top=TOP._replace(**changes))
         return compare_outputs(REFERENCE, outputs, metadata, gate)
 
-    @pytest.mark.parametrize("gate", [FP32, FP16], ids=["fp32", "fp16"])
-    def test_equal_ones_pass_and_only_their_cells_are_counted(self, gate):
-        report = self.compare(gate)
+    def test_equal_ones_pass_and_only_their_cells_are_counted(self):
+        report = self.compare()
         assert report
         assert report.max_cosine < 1e-7
         assert (report.max_logit, report.max_score) == (0.0, 0.0)
