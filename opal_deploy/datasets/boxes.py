@@ -1,4 +1,4 @@
-"""Boxes as data sets publish them, for images that are used without the rest of their data set.
+"""Boxes as data sets publish them, for images that are used with or without the rest of their data set.
 
     bounding_boxes.txt    CUB-200-2011: <image id> <x> <y> <width> <height>, with images.txt next to it
     Annotation/           Stanford Dogs: a folder of PASCAL VOC XML files, one per image, named like the image (without
@@ -9,30 +9,28 @@ Boxes are (x0, y0, x1, y1) in pixels of the image, as training crops to them.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
-from opal_deploy.datasets.cub import read_table, to_corners
-from opal_deploy.datasets.dogs import ANNOTATION_ERRORS, find_folders, read_annotation
-from opal_deploy.datasets.location import find_root
-from opal_deploy.datasets.samples import pluralize, shorten_list
+from opal_deploy.datasets.cub import BOXES, IMAGES, read_table, to_corners
+from opal_deploy.datasets.samples import find_root, pluralize, shorten_list
 from opal_deploy.errors import UsageError
 from opal_deploy.preprocess.geometry import Box
 
-CUB_BOXES, CUB_IMAGES = "bounding_boxes.txt", "images.txt"
+# LookupError: an unknown encoding
+ANNOTATION_ERRORS = (OSError, ElementTree.ParseError, ValueError, LookupError)
 _CUB_LINE = re.compile(r"\s*\d+(\s+[-+.\deE]+){4}\s*$")
 
 
 def find_box_file(root: Path) -> Path | None:
     """Return CUB's file or Stanford Dogs' folder of boxes in a data set's folder; None without either."""
-    if (root / CUB_BOXES).is_file():
-        return root / CUB_BOXES
-    images, annotation = find_folders(root)
-    return annotation if images.is_dir() and annotation.is_dir() else None
+    if (root / BOXES).is_file():
+        return root / BOXES
+    return root / "Annotation" if (root / "Images").is_dir() and (root / "Annotation").is_dir() else None
 
 
 def format_box_option(training: Mapping[str, Any], model: Path | None = None) -> str:
@@ -40,9 +38,8 @@ def format_box_option(training: Mapping[str, Any], model: Path | None = None) ->
 
     FILE is a placeholder if the data set has no such file here; `model` is the model's file, see `find_root`.
     """
-    root, file = find_root(training, model), None
-    with contextlib.suppress(OSError):
-        file = None if root is None else find_box_file(root)
+    root = find_root(training, model)
+    file = None if root is None else find_box_file(root)
     return f"--boxes {shlex.quote(str(file or 'boxes.csv'))}"
 
 
@@ -57,17 +54,26 @@ def read_cub_boxes(path: Path) -> list[tuple[str, Box]]:
     Raises:
         UsageError: images.txt is not next to the file or lacks some of its ids, or a table is not CUB's.
     """
-    names_path = path.with_name(CUB_IMAGES)
-    if not names_path.is_file():
-        raise UsageError(
-            f"{path}: CUB's boxes by image id, but {CUB_IMAGES}, which names the images, is not next to it; copy it "
-            "there, or give a CSV file (image,x,y,width,height)"
-        )
-    boxes, names = read_table(path, 4), read_table(names_path, 1)
+    boxes, names = read_table(path, 4), read_table(path.with_name(IMAGES), 1)
     if unknown := [key for key in boxes if key not in names]:
         ids = pluralize(len(unknown), "image id", "image ids")
-        raise UsageError(f"{path}: {ids} that {names_path.name} next to it does not name: {shorten_list(unknown)}")
+        raise UsageError(f"{path}: {ids} that {IMAGES} next to it does not name: {shorten_list(unknown)}")
     return [(names[key][0], to_corners(values)) for key, values in boxes.items()]
+
+
+def read_annotation(path: Path) -> list[Box]:
+    """Return the one or more boxes of an annotation in PASCAL VOC's XML, (x0, y0, x1, y1) in pixels.
+
+    Raises:
+        ANNOTATION_ERRORS: the file cannot be read, is not XML, or has no box of four numbers.
+    """
+    boxes = []
+    for element in ElementTree.parse(path).getroot().findall("object/bndbox"):
+        x0, y0, x1, y1 = (float(element.findtext(edge, "absent")) for edge in ("xmin", "ymin", "xmax", "ymax"))
+        boxes.append((x0, y0, x1, y1))
+    if not boxes:
+        raise ValueError("no object/bndbox")
+    return boxes
 
 
 def read_annotation_folder(folder: Path) -> dict[str, list[Box]]:

@@ -27,13 +27,22 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.datasets.listing import Adapter, Listing, build_listing, missing_files, read_text, unreadable_error
-from opal_deploy.datasets.samples import DataSet, Sample, shorten_list
+from opal_deploy.datasets.samples import (
+    Adapter,
+    DataSet,
+    Listing,
+    Sample,
+    build_listing,
+    missing_files,
+    read_text,
+    shorten_list,
+    unreadable_error,
+)
 from opal_deploy.errors import UsageError
 from opal_deploy.preprocess.geometry import Box
 
-_IMAGES, _LABELS, _SPLIT, _CLASSES = "images.txt", "image_class_labels.txt", "train_test_split.txt", "classes.txt"
-_BOXES = "bounding_boxes.txt"
+IMAGES, _LABELS, _SPLIT, _CLASSES = "images.txt", "image_class_labels.txt", "train_test_split.txt", "classes.txt"
+BOXES = "bounding_boxes.txt"
 _PART_LOCATIONS = Path("parts") / "part_locs.txt"
 _ADVICE = "unpack the official archive again, or fix its tables"
 _PARTS_ADVICE = "fix it, or leave the parts out with --no-parts"
@@ -41,18 +50,18 @@ _PARTS_ADVICE = "fix it, or leave the parts out with --no-parts"
 
 def _is_cub(folder: Path, *, subset: bool = False) -> bool:
     """Return whether the folder has CUB's tables; those of the subset have a comma after the image id."""
-    if missing_files(folder, _IMAGES, _LABELS):
+    if missing_files(folder, IMAGES, _LABELS):
         return False
-    with (folder / _IMAGES).open(encoding="utf-8-sig", errors="replace") as file:
+    with (folder / IMAGES).open(encoding="utf-8-sig", errors="replace") as file:
         return bool(re.match(r"\s*\d+\s*,", file.readline())) is subset
 
 
 def _read_cub(folder: Path, *, subset: bool = False) -> Listing:
     """Read the tables of CUB, or of `cub100`; UsageError where they do not fit each other."""
     images, labels, flags, classes = (
-        read_table(folder / table, 1, "," if subset else None) for table in (_IMAGES, _LABELS, _SPLIT, _CLASSES)
+        read_table(folder / table, 1, "," if subset else None) for table in (IMAGES, _LABELS, _SPLIT, _CLASSES)
     )
-    boxes = {} if subset else read_table(folder / _BOXES, 4)
+    boxes = {} if subset else read_table(folder / BOXES, 4)
     ids = sorted(classes, key=int)
     samples: dict[str, list[Sample]] = {"0": [], "1": []}
     for key, (name,) in images.items():
@@ -117,10 +126,10 @@ def to_corners(box: Sequence[str]) -> Box:
     return x, y, x + width, y + height
 
 
-_TABLES = (_IMAGES, _LABELS, _SPLIT, _CLASSES)
-CUB = Adapter("cub", "CUB-200-2011", _read_cub, (*_TABLES, _BOXES), ("CUB_200_2011",), is_own=_is_cub)
+_TABLES = (IMAGES, _LABELS, _SPLIT, _CLASSES)
+CUB = Adapter("cub", "CUB-200-2011", _read_cub, (*_TABLES, BOXES), is_own=_is_cub)
 CUB100 = Adapter(
-    "cub100", "the 100-class subset of CUB", partial(_read_cub, subset=True), _TABLES, ("cub100_227px",),
+    "cub100", "the 100-class subset of CUB", partial(_read_cub, subset=True), _TABLES,
     is_own=partial(_is_cub, subset=True),
 )  # fmt: skip
 
@@ -177,8 +186,8 @@ def read_parts(root: Path, samples: Sequence[Sample]) -> PartLocations:
         UsageError: a table is missing or not CUB's, or lacks some of the images.
     """
     parts = read_table(root / "parts" / "parts.txt", 1, advice=_PARTS_ADVICE)
-    keys = {root / "images" / name: key for key, (name,) in read_table(root / _IMAGES, 1, advice=_PARTS_ADVICE).items()}
-    boxes = read_table(root / _BOXES, 4, advice=_PARTS_ADVICE)
+    keys = {root / "images" / name: key for key, (name,) in read_table(root / IMAGES, 1, advice=_PARTS_ADVICE).items()}
+    boxes = read_table(root / BOXES, 4, advice=_PARTS_ADVICE)
     locations = read_table(root / _PART_LOCATIONS, 3, num_ids=2, advice=_PARTS_ADVICE)
     try:
         ids = [keys[sample.path] for sample in samples]
@@ -187,6 +196,6 @@ def read_parts(root: Path, samples: Sequence[Sample]) -> PartLocations:
     except KeyError as error:
         raise UsageError(f"{root}: the tables of parts lack a line of {error}; {_PARTS_ADVICE}") from None
     if small := [key for key, size in zip(ids, sizes[:, 2:], strict=True) if size.min() < 1]:
-        raise UsageError(f"{root / _BOXES}: boxes of less than a pixel: {shorten_list(small)}; {_PARTS_ADVICE}")
+        raise UsageError(f"{root / BOXES}: boxes of less than a pixel: {shorten_list(small)}; {_PARTS_ADVICE}")
     values = np.array(rows, np.float64).reshape(len(ids), len(parts), 3)
     return PartLocations(tuple(name for (name,) in parts.values()), values[..., :2], values[..., 2] == 1, sizes)

@@ -1,8 +1,7 @@
-"""Masks of objects and regions as data sets publish them: COCO's segmentations, and Oxford-IIIT Pet's trimaps.
+"""Masks of objects and regions: boxes, COCO's segmentations, and Oxford-IIIT Pet's trimaps.
 
 A COCO segmentation (https://cocodataset.org/#format-data) is a list of polygons [x0, y0, x1, y1, ...], or run lengths
-{"size": [height, width], "counts": ...} that go down the columns and begin with background; `counts` is a list of
-numbers, or pycocotools' text of them.
+{"size": [height, width], "counts": [...]} that go down the columns and begin with background.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from opal_deploy.errors import UsageError
+from opal_deploy.preprocess.geometry import Box
 
 # a trimap's pixels: 1 the pet, 2 the background, 3 the border between them
 _BACKGROUND = 2
@@ -28,6 +28,15 @@ def read_trimap(path: Path) -> NDArray[np.bool_]:
             return np.asarray(np.asarray(image) != _BACKGROUND)
     except (OSError, SyntaxError, ValueError) as error:
         raise UsageError(f"{path}: not a readable trimap ({error}); unpack the annotations again") from None
+
+
+def draw_boxes(boxes: Sequence[Box], size: tuple[int, int]) -> NDArray[np.bool_]:
+    """Return the pixels in any of some boxes of an image, bool [H, W] of `size`."""
+    covered = np.zeros(size, np.bool_)
+    for box in boxes:
+        x0, y0, x1, y1 = (max(round(edge), 0) for edge in box)
+        covered[y0:y1, x0:x1] = True
+    return covered
 
 
 def draw_segmentations(segmentations: Sequence[Any], size: tuple[int, int]) -> NDArray[np.bool_]:
@@ -46,31 +55,14 @@ def draw_segmentations(segmentations: Sequence[Any], size: tuple[int, int]) -> N
             if len(corners) < 6 or len(corners) % 2:
                 raise ValueError(f"a polygon of {len(corners)} numbers")
             pen.polygon(corners, fill=1)
-    drawn: NDArray[np.bool_] = covered | np.asarray(layer)
-    return drawn
+    return np.asarray(covered | np.asarray(layer))
 
 
 def _decode_runs(runs: dict[str, Any], size: tuple[int, int]) -> NDArray[np.bool_]:
-    counts = runs["counts"]
-    lengths = _decode_text(counts) if isinstance(counts, str) else [int(length) for length in counts]
+    if isinstance(runs["counts"], str):
+        raise ValueError("compressed run lengths; write polygons or lists of counts")
+    lengths = [int(length) for length in runs["counts"]]
     if list(runs["size"]) != list(size) or min(lengths, default=0) < 0 or sum(lengths) != size[0] * size[1]:
         raise ValueError(f"run lengths of another image than one of {size[1]}x{size[0]}")
     columns: NDArray[np.bool_] = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths).reshape(size[::-1])
     return columns.T
-
-
-def _decode_text(text: str) -> list[int]:
-    """Return the run lengths of pycocotools' text: five bits per character, from the third on as differences."""
-    lengths: list[int] = []
-    value = shift = 0
-    for character in text:
-        bits = ord(character) - 48
-        value |= (bits & 0x1F) << shift
-        shift += 5
-        if bits & 0x20:
-            continue
-        if bits & 0x10:
-            value -= 1 << shift
-        lengths.append(value + (lengths[-2] if len(lengths) > 2 else 0))
-        value = shift = 0
-    return lengths

@@ -10,7 +10,7 @@ import numpy as np
 from opal_deploy.artifact.heads import drop_slots, find_values
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, IntArray, Outputs
-from opal_deploy.datasets.background import list_background
+from opal_deploy.datasets.checks import list_background
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.editing.options import EditOptions
 from opal_deploy.editing.scores import Scores

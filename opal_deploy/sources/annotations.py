@@ -54,7 +54,8 @@ def read_boxes(path: Path, confidence: float = DEFAULT_CONFIDENCE) -> Crops:
     Raises:
         UsageError: unreadable, other columns or keys, not a number, an image with two boxes.
     """
-    from opal_deploy.datasets.boxes import CUB_IMAGES, find_box_file, is_cub_boxes, read_cub_boxes
+    from opal_deploy.datasets.boxes import find_box_file, is_cub_boxes, read_cub_boxes
+    from opal_deploy.datasets.cub import IMAGES
 
     if os.path.isdir(path):
         file = find_box_file(path)
@@ -71,7 +72,7 @@ def read_boxes(path: Path, confidence: float = DEFAULT_CONFIDENCE) -> Crops:
         rows = [(name, thing.box) for name, thing in _parse_coco(path, text)]
     elif is_cub_boxes(text):
         rows = read_cub_boxes(path)
-        identity += f"; {CUB_IMAGES}, sha256 {compute_sha256(path.with_name(CUB_IMAGES))}"
+        identity += f"; {IMAGES}, sha256 {compute_sha256(path.with_name(IMAGES))}"
     else:
         rows = list(_parse_box_rows(path, text))
     by_name: dict[str, Box] = {}

@@ -57,7 +57,7 @@ def flowers(tmp_path_factory, shared_data):
 
 
 def test_flowers(flowers):
-    data = read_dataset(flowers.parent, skip_missing=True)
+    data = read_dataset(flowers, skip_missing=True)
     assert (data.layout, data.crop, data.num_classes) == ("flowers", None, 102)
     assert (len(data.train), len(data.val), len(data.test)) == (204, 102, 5)
     assert len(data.skipped) == 8189 - 311
