@@ -1,8 +1,10 @@
-"""Boxes as data sets publish them, for images that are used with or without the rest of their data set.
+"""Boxes and masks as data sets publish them, for images used with or without the rest of their data set.
 
     bounding_boxes.txt    CUB-200-2011: <image id> <x> <y> <width> <height>, with images.txt next to it
     Annotation/           Stanford Dogs: a folder of PASCAL VOC XML files, one per image, named like the image (without
                           its suffix, with or without `.xml`); also Oxford-IIIT Pet's annotations/xmls/
+
+    annotations/trimaps/  Oxford-IIIT Pet: masks whose pixels are 1 (the pet), 2 (background) or 3 (the border)
 
 Boxes are (x0, y0, x1, y1) in pixels of the image, as training crops to them.
 """
@@ -11,10 +13,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 
 from opal_deploy.datasets.cub import BOXES, IMAGES, read_table, to_corners
 from opal_deploy.datasets.samples import find_root, pluralize, shorten_list
@@ -23,6 +29,8 @@ from opal_deploy.preprocess.geometry import Box
 
 # LookupError: an unknown encoding
 ANNOTATION_ERRORS = (OSError, ElementTree.ParseError, ValueError, LookupError)
+# of a trimap's pixels
+_BACKGROUND = 2
 _CUB_LINE = re.compile(r"\s*\d+(\s+[-+.\deE]+){4}\s*$")
 
 
@@ -96,3 +104,21 @@ def read_annotation_folder(folder: Path) -> dict[str, list[Box]]:
             "image, such as Stanford Dogs' Annotation/, or a CSV or COCO file"
         ) from None
     return boxes
+
+
+def read_trimap(path: Path) -> NDArray[np.bool_]:
+    """Return the pet's pixels in a trimap, its border included: bool [H, W]; UsageError if it cannot be read."""
+    try:
+        with Image.open(path) as image:
+            return np.asarray(np.asarray(image) != _BACKGROUND)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UsageError(f"{path}: not a readable trimap ({error}); unpack the annotations again") from None
+
+
+def draw_boxes(boxes: Sequence[Box], size: tuple[int, int]) -> NDArray[np.bool_]:
+    """Return the pixels in any of some boxes of an image, bool [H, W] of `size`."""
+    covered = np.zeros(size, np.bool_)
+    for box in boxes:
+        x0, y0, x1, y1 = (max(round(edge), 0) for edge in box)
+        covered[y0:y1, x0:x1] = True
+    return covered

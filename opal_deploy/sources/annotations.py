@@ -136,7 +136,7 @@ class CocoObject:
 
     Attributes:
         category: the name of its category; empty if it has none.
-        segmentation: polygons or run lengths, see `datasets.masks`, as the file has them; None without.
+        segmentation: polygons or run lengths, as the file has them; None without.
         size: (height, width) of the image; None if the file does not say.
     """
 

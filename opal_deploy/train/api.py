@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,13 +67,27 @@ def train_model(data: StrPath, options: Mapping[str, Any]) -> TrainResult:
     )  # fmt: skip
     labelled = labelled if resolved.boxes else labelled.without_crops()
     # takes seconds, since it imports torch: after all that can be refused without
-    from opal_deploy.train.loop import fit
+    with _hidden("torchmetrics"):
+        from opal_deploy.train.loop import fit
 
     if is_main_process():
         for line in [*labelled.warnings, *warn_of_balance(labelled, weighted=resolved.class_weights == "balanced")]:
             resolved.log(WarningLine(f"warning: {line}"))
         resolved.log(f"recipe {recipe}; read as {labelled.describe()}")
     return fit(labelled, resolved)
+
+
+@contextmanager
+def _hidden(package: str) -> Iterator[None]:
+    """Hide a package that lightning_fabric imports only to see its version, which takes two seconds."""
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[package]
 
 
 def is_main_process() -> bool:

@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from opal_deploy.datasets.masks import draw_boxes, draw_segmentations
+from opal_deploy.datasets.boxes import draw_boxes
 from opal_deploy.datasets.samples import DataSet, Sample, shorten_list
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.evaluation.annotations import ImageAnnotation, annotate, has_creatures
@@ -35,7 +34,6 @@ from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import Geometry, compute_geometry
 from opal_deploy.preprocess.resize import to_input
 from opal_deploy.runtime.devices import available_cpus
-from opal_deploy.sources.annotations import CocoObject, read_objects
 from opal_deploy.train import machine
 from opal_deploy.train.augmentation import PaperAugmentation
 from opal_deploy.train.options import OUTSIDE, TrainOptions
@@ -162,13 +160,13 @@ def read_regions(data: DataSet, keep_off: str) -> Regions:
 
     Args:
         data: the data set.
-        keep_off: a COCO file of stamps, scale bars or borders; or `outside`, all but the data set's objects.
+        keep_off: a COCO file with boxes of stamps, scale bars or borders; or `outside`, all but the data set's objects.
 
     Raises:
         UsageError: the file is damaged or has none of the images; or the data set's objects are unknown.
     """
     if keep_off != OUTSIDE:
-        return Regions(_read_regions_file(Path(keep_off), data))
+        return Regions(annotate(data, data.train, boxes=True, parts=False, objects=Path(keep_off)).images)
     regions = Regions(annotate(data, data.train, boxes=True, parts=has_creatures(data)).images, outside=True)
     if data.crop is not None or not len(regions):
         raise UsageError(
@@ -176,38 +174,6 @@ def read_regions(data: DataSet, keep_off: str) -> Regions:
             "give a COCO file of regions, or --no-boxes to train on whole images"
         )
     return regions
-
-
-def _read_regions_file(path: Path, data: DataSet) -> list[ImageAnnotation]:
-    objects = read_objects(path)
-    regions = []
-    for sample in data.train:
-        names = objects.matches(sample.path.as_posix())
-        # an ambiguous name is ignored
-        things = objects[names[0]] if len(names) == 1 else []
-        has_masks = any(thing.segmentation for thing in things)
-        mask = partial(_draw_mask, path, sample.path.name, things) if has_masks else None
-        regions.append(ImageAnnotation(data.class_names[sample.label], tuple(thing.box for thing in things), mask))
-    if not any(region.boxes for region in regions):
-        raise UsageError(
-            f"--keep-off {path}: no regions for any of the {len(regions):,} training images, such as "
-            f"{data.train[0].path.name}; expected a file_name that ends the image's path"
-        )
-    return regions
-
-
-def _draw_mask(path: Path, name: str, things: Sequence[CocoObject]) -> NDArray[np.bool_]:
-    """Return the pixels of an image's regions, bool [H, W]; those without a segmentation are their boxes."""
-    size = things[0].size
-    if size is None:
-        raise UsageError(f"{path}: no height and width of {name}; masks need them")
-    try:
-        covered = draw_segmentations([thing.segmentation for thing in things if thing.segmentation], size)
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
-        raise UsageError(
-            f"{path}: a damaged segmentation of {name} ({error}); expected polygons or run lengths"
-        ) from None
-    return covered | draw_boxes([thing.box for thing in things if not thing.segmentation], size)
 
 
 def read_images(

@@ -34,7 +34,7 @@ _METRICS = {
     "stability": (_PARTS, "prototype_stability"),
 }
 # these change how fast and where a run computes, not what
-_MACHINE_OPTIONS = ("device", "workers", "compile", "cache_megabytes", "tensorboard")
+_MACHINE_OPTIONS = ("device", "workers", "cache_megabytes", "tensorboard")
 
 
 @dataclass(frozen=True)
