@@ -83,7 +83,7 @@ def choose_strides(
     if start is not None:
         return [replace(settled, stride=start.network.config.stride, keep_layers=start.network.config.keep_layers)]
     if stored is not None:
-        return [replace(settled, stride=stored["options"]["stride"])]
+        return [replace(settled, stride=(stored.get("options") or {}).get("stride"))]
     if is_transformer(options.backbone):
         return [replace(settled, stride=None)]
     own = own_stride(options.backbone)

@@ -143,11 +143,11 @@ class TrainRunDirectory:
             raise UsageError(f"{self.root}: cannot be written ({folder}: {reason}); give another --out")
 
     def start(self, config: dict[str, Any], recipe: str, data: Path, *, is_new: bool) -> None:
-        """Write config.json, recipe.toml and paths.json; remove temporary files and, of a new run, older files."""
+        """Write config, recipe and paths; remove temporary files, the summary and, of a new run, all older files."""
         for name in FILES:
             # of processes killed while writing; this one holds the lock
             remove_temporary_files(self.root / name)
-            if is_new:
+            if is_new or name == self.summary.name:
                 (self.root / name).unlink(missing_ok=True)
         if is_new:
             shutil.rmtree(self.tensorboard, ignore_errors=True)

@@ -44,15 +44,15 @@ def outcome(out):
     return known
 
 
-def interrupted(squares, out, options=OPTIONS):
-    """Return the folder of a run that ended after its first epoch."""
+def interrupted(squares, out, options=OPTIONS, *, after=1, **changes):
+    """Return the folder of a run that ended after an epoch."""
 
     def interrupt(line):
-        if line.startswith("epoch 1"):
+        if line.startswith(f"epoch {after}/"):
             raise Killed
 
     with pytest.raises(Killed):
-        fit(squares, options, out, log=interrupt)
+        fit(squares, options, out, log=interrupt, **changes)
     return out
 
 
@@ -132,6 +132,8 @@ def test_resuming_a_finished_run_gives_its_result(squares, whole):
 
 def test_more_epochs_may_be_asked_for(squares, whole, tmp_path):
     fit(squares, replace(OPTIONS, epochs=1), tmp_path / "run")
+    interrupted(squares, tmp_path / "run", after=2, resume=True)
+    assert not (tmp_path / "run" / "summary.json").exists()
     fit(squares, OPTIONS, tmp_path / "run", resume=True)
     assert outcome(tmp_path / "run") == outcome(whole)
 
