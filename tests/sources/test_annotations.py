@@ -77,7 +77,7 @@ def test_of_several_boxes_of_an_annotation_the_first_is_taken_and_other_boxes_ar
 
 def test_a_data_sets_own_boxes_without_what_they_need_are_refused(tmp_path):
     table = write(tmp_path / "bounding_boxes.txt", "1 60.0 27.0 325.0 304.0\n")
-    with pytest.raises(UsageError, match=r"images\.txt, which names the images, is not next to it"):
+    with pytest.raises(UsageError, match=r"images\.txt: cannot be read"):
         read_boxes(table)
     write(tmp_path / "images.txt", "2 a.jpg\n")
     with pytest.raises(UsageError, match=r"1 image id that images\.txt next to it does not name: 1$"):
