@@ -41,7 +41,8 @@ def reproduce(table: Annotated[str, typer.Argument(help=_TABLES)], options: Repr
 
     Repeat the command to continue: finished runs are kept, an interrupted run is resumed, and tables share runs.
     """
-    from opal_deploy.train.reproduce import is_main_process, make_plan, render, tabulate, train_runs
+    from opal_deploy.train.api import is_main_process
+    from opal_deploy.train.reproduce import make_plan, render, tabulate, train_runs
 
     folders, seeds = _parse_data(options.data), [part.strip() for part in options.seeds.split(",")]
     if not all(part.isascii() and part.isdigit() for part in seeds) or len(set(map(int, seeds))) < len(seeds):

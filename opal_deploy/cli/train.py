@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -31,22 +30,17 @@ def train(
 
     Several GPUs: torchrun --nproc-per-node 4 -m opal_deploy train DATA ...
     """
-    from opal_deploy.train.api import train_model
+    from opal_deploy.train.api import is_main_process, train_model
 
     try:
         with progress("training") as advance:
             result = train_model(data, **options, log=print_line, progress=advance)
     except KeyboardInterrupt:
-        if _is_main_process():
+        if is_main_process():
             print_message(f"Interrupted; resume with: {_format_resume_command()}")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
-    if _is_main_process():
+    if is_main_process():
         _print_result(result)
-
-
-def _is_main_process() -> bool:
-    """Return whether this process prints: under torchrun every process runs the command."""
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 def _format_resume_command() -> str:
@@ -83,8 +77,6 @@ def _print_result(result: TrainResult) -> None:
         )
     if (linear := result.config.get("linear_accuracy")) is not None:
         print_message(f"Without explanation: {linear:.1%} (a linear classifier of the frozen network's features)")
-    if (accuracy := result.config.get("classifier_accuracy")) is not None:
-        print_message(f"The classifier in {Path(result.config['options']['weights']).name}: {accuracy:.1%}")
     print_message(f"Calibration: {result.calibration.describe()}")
     for line in result.rates:
         print_message(line)

@@ -17,23 +17,24 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from PIL import ExifTags, Image
 
-from opal_deploy.datasets.listing import Listing
 from opal_deploy.datasets.samples import (
     DataSet,
+    Listing,
     Sample,
     classes_without_samples,
     display_path,
+    list_images,
     pluralize,
     shorten_list,
 )
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.logs import Progress
+from opal_deploy.options import StrPath
 from opal_deploy.preprocess.decode import MAX_PIXELS, decode, decode_error, open_file
 from opal_deploy.preprocess.geometry import compute_geometry
 
@@ -42,8 +43,8 @@ R = TypeVar("R")
 
 # EXIF orientations that swap width and height
 _TRANSPOSED = (5, 6, 7, 8)
-# enough to tell nearly all images of equal size apart
-_HEAD_BYTES = 4096
+# as many background images as the OOD score averages over
+_MIN_BACKGROUND = 5
 _NUM_THREADS = 8
 # a pool keeps every waiting call in memory: a million would be a gigabyte
 _CHUNK_SIZE = 8192
@@ -57,51 +58,37 @@ def check_dataset(listing: Listing, *, skip_missing: bool = False, progress: Pro
             splits with nothing left, and then all other findings.
     """
     data = listing.data
-    paths = list(dict.fromkeys(sample.path for sample in data.select("all")))
-    problems, warnings = list(listing.problems), []
-    # Path.is_file may raise
-    missing = [
-        path for path, is_there in zip(paths, _map_in_threads(os.path.isfile, paths), strict=True) if not is_there
-    ]
-    absent = {*missing}
-    unreadable = find_header_problems([s for s in data.select("all") if s.path not in absent], progress)
-    # missing images are an error of their own: they do not also make a split empty
-    unusable = absent | unreadable.keys() if skip_missing else unreadable.keys()
+    problems, warnings = list(listing.problems), list(data.warnings)
+    unusable = find_header_problems(data.select("all"), progress)
+    missing = [path for path in unusable if not os.path.isfile(path)]  # Path.is_file may raise
+    unreadable = [path for path in unusable if path not in {*missing}]
     train, val, test = ([s for s in split if s.path not in unusable] for split in (data.train, data.val, data.test))
-    usable = replace(data, train=train, val=val, test=test)
-
+    usable = replace(data, train=train, val=val, test=test, skipped=[*missing, *unreadable])
     if missing:
         names = shorten_list([display_path(path, data.root) for path in missing])
-        line = f"{len(missing):,} of {pluralize(len(paths), 'listed image', 'listed images')} missing"
+        line = f"{pluralize(len(missing), 'listed image', 'listed images')} missing"
         if skip_missing:
             warnings.append(f"{line} and left out: {names}")
         else:
             problems.append(f"{line}: {names} (--skip-missing leaves them out)")
     if unreadable:
-        names = shorten_list([f"{display_path(path, data.root)} ({reason})" for path, reason in unreadable.items()])
+        names = shorten_list([f"{display_path(path, data.root)} ({unusable[path]})" for path in unreadable])
         warnings.append(f"{pluralize(len(unreadable), 'file', 'files')} cannot be used, left out: {names}")
-
     if data.num_classes < 2:
         problems.append(f"{pluralize(data.num_classes, 'class', 'classes')} found, at least 2 are needed")
     if same := [name for name, number in Counter(data.class_names).items() if number > 1]:
         problems.append(f"several classes with the same name: {shorten_list(same)}")
-    if not data.train:
-        problems.append("no images to train on")
-    if empty := classes_without_samples(usable.train, data.class_names):
+    if empty := classes_without_samples(train, data.class_names):
         problems.append(f"classes without a training image: {shorten_list(empty)}")
     if data.val and not val:
         problems.append("no validation image is left")
-    for name, split in (("validation", val), ("test", test)):
-        if split and (lacking := classes_without_samples(split, data.class_names)):
+    for name, listed, kept in (("validation", data.val, val), ("test", data.test, test)):
+        if listed and (lacking := classes_without_samples(kept, data.class_names)):
             warnings.append(f"classes without a {name} image: {shorten_list(lacking)}")
-    if data.test and not test:
-        warnings.append("no test image is left")
     if problems:
-        also = "; ".join([*warnings, *duplicate_warnings(usable)])
-        raise UsageError(
-            f"{data.root}: {'; '.join([*problems, listing.advice])}{'; also found: ' if also else ''}{also}"
-        )
-    return replace(usable, warnings=[*data.warnings, *warnings], skipped=[*missing, *unreadable])
+        findings = [*problems, listing.advice, *warnings, *duplicate_warnings(usable)]
+        raise UsageError(f"{data.root}: {'; '.join(findings)}")
+    return replace(usable, warnings=warnings)
 
 
 def find_header_problems(samples: list[Sample], progress: Progress | None = None) -> dict[Path, str]:
@@ -168,32 +155,31 @@ def duplicate_warnings(data: DataSet) -> list[str]:
 def find_identical_files(paths: Iterable[Path]) -> list[list[Path]]:
     """Return groups of two or more files with the same bytes, in the order of `paths`.
 
-    Files are compared by size, then by a hash of the first 4 KB, then of the whole file, so few are read in full.
+    Only files of equal size are read.
     """
-    keys: dict[Path, tuple[Hashable, ...]] = dict.fromkeys(paths, ())
-    groups = [list(keys)]
-    for measure in (os.path.getsize, partial(_hash_file, length=_HEAD_BYTES), _hash_file):
-        candidates = [path for group in groups for path in group]
-        for path, key in zip(candidates, _map_in_threads(partial(_or_path, measure), candidates), strict=True):
-            keys[path] += (key,)
-        parts: dict[Hashable, list[Path]] = defaultdict(list)
-        for path in candidates:
-            parts[keys[path]].append(path)
-        groups = [part for part in parts.values() if len(part) > 1]
+    by_size: dict[Hashable, list[Path]] = _group(paths, os.path.getsize)
+    by_bytes = _group((path for group in by_size.values() if len(group) > 1 for path in group), _hash_file)
+    return [group for group in by_bytes.values() if len(group) > 1]
+
+
+def _group(paths: Iterable[Path], measure: Callable[[Path], Hashable]) -> dict[Hashable, list[Path]]:
+    """Return the paths by their measure; the header check names those that cannot be read, which equal no other."""
+
+    def measure_or_path(path: Path) -> Hashable:
+        try:
+            return measure(path)
+        except OSError:
+            return path
+
+    paths, groups = list(paths), defaultdict(list)
+    for path, key in zip(paths, _map_in_threads(measure_or_path, paths), strict=True):
+        groups[key].append(path)
     return groups
 
 
-def _or_path(measure: Callable[[Path], Hashable], path: Path) -> Hashable:
-    """Return a measure of a file; the path of an unreadable one, which equals no other. The header check names it."""
-    try:
-        return measure(path)
-    except OSError:
-        return path
-
-
-def _hash_file(path: Path, length: int = -1) -> bytes:
+def _hash_file(path: Path) -> bytes:
     with path.open("rb") as file:
-        return hashlib.blake2b(file.read(length)).digest()
+        return hashlib.file_digest(file, hashlib.blake2b).digest()
 
 
 def _map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
@@ -201,3 +187,35 @@ def _map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for start in range(0, len(items), _CHUNK_SIZE):
             yield from pool.map(function, items[start : start + _CHUNK_SIZE])
+
+
+def list_background(folder: StrPath) -> list[Sample]:
+    """Return the out-of-distribution images of `--background`, whole, label 0; UsageError for fewer than five."""
+    images = list_images(Path(folder))
+    if len(images) < _MIN_BACKGROUND:
+        raise UsageError(
+            f"--background {folder}: {pluralize(len(images), 'image', 'images')} there; expected at least "
+            f"{_MIN_BACKGROUND}, out-of-distribution JPEG or PNG files"
+        )
+    return [Sample(image, 0) for image in images]
+
+
+def read_background(folder: StrPath, data: DataSet) -> list[Sample]:
+    """Return the out-of-distribution images of `--background`, checked like a data set's images.
+
+    Raises:
+        UsageError: there are fewer than five, one is damaged by its header, or one is in the data set, too.
+    """
+    background = list_background(folder)
+    if problems := find_header_problems(background):
+        listed = shorten_list([f"{display_path(path, Path(folder))} ({why})" for path, why in problems.items()])
+        raise UsageError(f"--background {folder}: cannot be used: {listed}; remove or replace them")
+    known, paths = {sample.path for sample in data.select("all")}, {sample.path for sample in background}
+    copies = [path for group in find_identical_files(known | paths) if known.intersection(group) for path in group]
+    if both := sorted(paths.intersection([*known, *copies])):
+        listed = shorten_list([display_path(path, Path(folder)) for path in both])
+        raise UsageError(
+            f"--background {folder}: {pluralize(len(both), 'image is', 'images are')} in {data.root} too: {listed}; "
+            "it is for out-of-distribution images"
+        )
+    return background

@@ -27,32 +27,39 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.datasets.listing import Adapter, Listing, build_listing, missing_files, read_text, unreadable_error
-from opal_deploy.datasets.samples import DataSet, Sample, shorten_list
+from opal_deploy.datasets.samples import (
+    Adapter,
+    DataSet,
+    Listing,
+    Sample,
+    build_listing,
+    missing_files,
+    read_text,
+    shorten_list,
+)
 from opal_deploy.errors import UsageError
 from opal_deploy.preprocess.geometry import Box
 
-_IMAGES, _LABELS, _SPLIT, _CLASSES = "images.txt", "image_class_labels.txt", "train_test_split.txt", "classes.txt"
-_BOXES = "bounding_boxes.txt"
+IMAGES, _LABELS, _SPLIT, _CLASSES = "images.txt", "image_class_labels.txt", "train_test_split.txt", "classes.txt"
+BOXES = "bounding_boxes.txt"
 _PART_LOCATIONS = Path("parts") / "part_locs.txt"
-_ADVICE = "unpack the official archive again, or fix its tables"
-_PARTS_ADVICE = "fix it, or leave the parts out with --no-parts"
+_ADVICE = "unpack the official archive again, or fix its tables; evaluate --no-parts leaves out those of the parts"
 
 
 def _is_cub(folder: Path, *, subset: bool = False) -> bool:
     """Return whether the folder has CUB's tables; those of the subset have a comma after the image id."""
-    if missing_files(folder, _IMAGES, _LABELS):
+    if missing_files(folder, IMAGES, _LABELS):
         return False
-    with (folder / _IMAGES).open(encoding="utf-8-sig", errors="replace") as file:
+    with (folder / IMAGES).open(encoding="utf-8-sig", errors="replace") as file:
         return bool(re.match(r"\s*\d+\s*,", file.readline())) is subset
 
 
 def _read_cub(folder: Path, *, subset: bool = False) -> Listing:
     """Read the tables of CUB, or of `cub100`; UsageError where they do not fit each other."""
     images, labels, flags, classes = (
-        read_table(folder / table, 1, "," if subset else None) for table in (_IMAGES, _LABELS, _SPLIT, _CLASSES)
+        read_table(folder / table, 1, "," if subset else None) for table in (IMAGES, _LABELS, _SPLIT, _CLASSES)
     )
-    boxes = {} if subset else read_table(folder / _BOXES, 4)
+    boxes = {} if subset else read_table(folder / BOXES, 4)
     ids = sorted(classes, key=int)
     samples: dict[str, list[Sample]] = {"0": [], "1": []}
     for key, (name,) in images.items():
@@ -70,9 +77,7 @@ def _read_cub(folder: Path, *, subset: bool = False) -> Listing:
     return replace(listing, advice=_ADVICE)
 
 
-def read_table(
-    path: Path, num_values: int, separator: str | None = None, *, num_ids: int = 1, advice: str = _ADVICE
-) -> dict[str, list[str]]:
+def read_table(path: Path, num_values: int, separator: str | None = None, *, num_ids: int = 1) -> dict[str, list[str]]:
     """Return ids (joined by spaces) to values of one of CUB's tables, in the file's order.
 
     Args:
@@ -80,35 +85,30 @@ def read_table(
         num_values: values per line after the ids. A single value is text and may hold spaces; several are numbers.
         separator: None for spaces and tabs.
         num_ids: ids at the beginning of each line.
-        advice: what to do about a damaged table, completing "...; ".
 
     Raises:
         UsageError: the table cannot be read, or is in another format.
     """
     rows: dict[str, list[str]] = {}
-    for number, line in enumerate(read_text(path, advice).splitlines(), 1):
-        if not line.strip():
-            continue
+    for number, line in enumerate(read_text(path, _ADVICE).splitlines(), 1):
         words = [word.strip() for word in line.split(separator, maxsplit=1 if num_values == 1 else -1)]
         ids, values = words[:num_ids], words[num_ids:]
-        key = " ".join(ids)
-        are_ids = all(word.isascii() and word.isdecimal() for word in ids) and key not in rows
-        if not (are_ids and len(values) == num_values and all(values)) or (num_values > 1 and not _are_finite(values)):
+        try:
+            key = " ".join(str(int(word)) for word in ids)
+            is_valid = len(values) == num_values and all(values) and key not in rows
+            is_valid = is_valid and (num_values == 1 or bool(np.isfinite([*map(float, values)]).all()))
+        except ValueError:
+            is_valid = False
+        if line.strip() and not is_valid:
             raise UsageError(
                 f"{path}, line {number}: {line.strip()[:80]!r} is not CUB's format, ids that are new ({num_ids}) and "
-                f"values ({num_values}) separated by {'a comma' if separator else 'spaces'}; {advice}"
+                f"values ({num_values}) separated by {'a comma' if separator else 'spaces'}; {_ADVICE}"
             )
-        rows[key] = values
+        if line.strip():
+            rows[key] = values
     if not rows:
-        raise UsageError(f"{path}: the table is empty; {advice}")
+        raise UsageError(f"{path}: the table is empty; {_ADVICE}")
     return rows
-
-
-def _are_finite(values: list[str]) -> bool:
-    try:
-        return bool(np.isfinite([*map(float, values)]).all())
-    except ValueError:
-        return False
 
 
 def to_corners(box: Sequence[str]) -> Box:
@@ -117,10 +117,10 @@ def to_corners(box: Sequence[str]) -> Box:
     return x, y, x + width, y + height
 
 
-_TABLES = (_IMAGES, _LABELS, _SPLIT, _CLASSES)
-CUB = Adapter("cub", "CUB-200-2011", _read_cub, (*_TABLES, _BOXES), ("CUB_200_2011",), is_own=_is_cub)
+_TABLES = (IMAGES, _LABELS, _SPLIT, _CLASSES)
+CUB = Adapter("cub", "CUB-200-2011", _read_cub, (*_TABLES, BOXES), is_own=_is_cub)
 CUB100 = Adapter(
-    "cub100", "the 100-class subset of CUB", partial(_read_cub, subset=True), _TABLES, ("cub100_227px",),
+    "cub100", "the 100-class subset of CUB", partial(_read_cub, subset=True), _TABLES,
     is_own=partial(_is_cub, subset=True),
 )  # fmt: skip
 
@@ -163,11 +163,8 @@ class PartLocations:
 
 
 def has_parts(data: DataSet) -> bool:
-    """Return whether a data set is CUB with part locations; UsageError if the folder may not be read."""
-    try:
-        return data.layout == "cub" and (data.root / _PART_LOCATIONS).is_file()
-    except OSError as error:
-        raise unreadable_error(error, data.root / _PART_LOCATIONS, _PARTS_ADVICE) from None
+    """Return whether a data set is CUB with part locations."""
+    return data.layout == "cub" and (data.root / _PART_LOCATIONS).is_file()
 
 
 def read_parts(root: Path, samples: Sequence[Sample]) -> PartLocations:
@@ -176,17 +173,17 @@ def read_parts(root: Path, samples: Sequence[Sample]) -> PartLocations:
     Raises:
         UsageError: a table is missing or not CUB's, or lacks some of the images.
     """
-    parts = read_table(root / "parts" / "parts.txt", 1, advice=_PARTS_ADVICE)
-    keys = {root / "images" / name: key for key, (name,) in read_table(root / _IMAGES, 1, advice=_PARTS_ADVICE).items()}
-    boxes = read_table(root / _BOXES, 4, advice=_PARTS_ADVICE)
-    locations = read_table(root / _PART_LOCATIONS, 3, num_ids=2, advice=_PARTS_ADVICE)
+    parts = read_table(root / "parts" / "parts.txt", 1)
+    keys = {root / "images" / name: key for key, (name,) in read_table(root / IMAGES, 1).items()}
+    boxes = read_table(root / BOXES, 4)
+    locations = read_table(root / _PART_LOCATIONS, 3, num_ids=2)
     try:
         ids = [keys[sample.path] for sample in samples]
         sizes = np.array([boxes[key] for key in ids], np.float64).reshape(-1, 4)
         rows = [locations[f"{key} {part}"] for key in ids for part in parts]
     except KeyError as error:
-        raise UsageError(f"{root}: the tables of parts lack a line of {error}; {_PARTS_ADVICE}") from None
+        raise UsageError(f"{root}: the tables of parts lack a line of {error}; {_ADVICE}") from None
     if small := [key for key, size in zip(ids, sizes[:, 2:], strict=True) if size.min() < 1]:
-        raise UsageError(f"{root / _BOXES}: boxes of less than a pixel: {shorten_list(small)}; {_PARTS_ADVICE}")
+        raise UsageError(f"{root / BOXES}: boxes of less than a pixel: {shorten_list(small)}; {_ADVICE}")
     values = np.array(rows, np.float64).reshape(len(ids), len(parts), 3)
     return PartLocations(tuple(name for (name,) in parts.values()), values[..., :2], values[..., 2] == 1, sizes)

@@ -5,8 +5,8 @@
                                           testing, in any case
     DATA/labels.csv                       columns image (or filename), label and, optionally, split
 
-Classes are sorted by name. Hidden files and folders are skipped, links are followed, and files that look like images
-but are not used get a warning.
+Classes are sorted by name. Hidden files and folders are skipped, linked class folders are followed, and images outside
+the class folders get a warning.
 """
 
 from __future__ import annotations
@@ -18,8 +18,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from opal_deploy.datasets.listing import Adapter, Listing, build_listing, read_text
-from opal_deploy.datasets.samples import IMAGE_SUFFIXES, Sample, display_path, shorten_list
+from opal_deploy.datasets.samples import (
+    IMAGE_SUFFIXES,
+    Adapter,
+    Listing,
+    Sample,
+    build_listing,
+    display_path,
+    read_text,
+    shorten_list,
+)
 from opal_deploy.errors import UsageError
 
 # images in formats that are not read
@@ -40,49 +48,37 @@ def _read_image_folder(root: Path) -> Listing:
     splits = _find_splits(root) or {"train": root}
     class_names = [folder.name for folder in subfolders(splits["train"])]
     samples: dict[str, list[Sample]] = {}
-    strays = [path for folder in {root, *splits.values()} for path in folder.iterdir() if not path.is_dir()]
+    problems = []
+    unused = [path for folder in {root, *splits.values()} for path in folder.iterdir() if path.is_file()]
     for split, folder in splits.items():
         files = [(path, label) for label, name in enumerate(class_names) for path in _walk_files(folder / name)]
         samples[split] = [Sample(path, label) for path, label in files if path.suffix.lower() in IMAGE_SUFFIXES]
-        strays += [path for path, _ in files if path.suffix.lower() in _OTHER_SUFFIXES]
-    problems = [
-        f"no images in {splits[split].name}/" for split, listed in samples.items() if not listed and class_names
-    ]
-    for folder in splits.values():
+        unused += [path for path, _ in files if path.suffix.lower() in _OTHER_SUFFIXES]
+        if class_names and not samples[split]:
+            problems.append(f"no images in {folder.name}/")
         if unknown := [path.name for path in subfolders(folder) if path.name not in class_names]:
             problems.append(f"classes in {folder.name}/ that {splits['train'].name}/ lacks: {shorten_list(unknown)}")
-    strays += [folder for folder in subfolders(root) if splits["train"] != root and folder not in splits.values()]
-    looks = sorted(path for path in strays if not path.name.startswith(".") and _looks_like_images(path))
     listing = build_listing("imagefolder", root, class_names, samples)
-    if looks:
-        names = shorten_list([display_path(path, root) for path in looks])
+    images = [path for path in sorted(unused) if path.suffix.lower() in IMAGE_SUFFIXES | _OTHER_SUFFIXES]
+    if images:
+        names = shorten_list([display_path(path, root) for path in images if path.name[0] != "."])
         listing.data.warnings.append(f"skipped, outside the class folders or not in a format that is read: {names}")
-    return replace(listing, problems=problems, advice="; ".join([*listing.data.warnings, _ADVICE]))
-
-
-def _looks_like_images(path: Path) -> bool:
-    """Return whether a path is an image by its name, a folder, or a broken link, which may have been a class."""
-    return path.suffix.lower() in IMAGE_SUFFIXES | _OTHER_SUFFIXES or path.is_dir() or not path.exists()
+    return replace(listing, problems=problems, advice=_ADVICE)
 
 
 def _find_splits(root: Path) -> dict[str, Path]:
     """Return the folders of the splits; a folder that holds images itself is a class of that name."""
     splits: dict[str, Path] = {}
-    below = {folder: {inner.name for inner in subfolders(folder)} for folder in subfolders(root)}
-    for folder in (folder for folder, classes in below.items() if classes and folder.name.lower() in _SPLITS):
-        split = _SPLITS[folder.name.lower()]
+    for folder in subfolders(root):
+        split = _SPLITS.get(folder.name.lower())
+        if split is None or not subfolders(folder):
+            continue
         if split in splits:
             raise UsageError(f"{root}: {splits[split].name}/ and {folder.name}/ both look like {split}; keep one")
         splits[split] = folder
-    names = shorten_list([f"{folder.name}/" for folder in splits.values() or below])
     if splits and "train" not in splits:
+        names = shorten_list([f"{folder.name}/" for folder in splits.values()])
         raise UsageError(f"{root}: found {names} but no train/; add it, or give a folder whose subfolders are classes")
-    first = next(iter(below.values()), set())
-    if not splits and len(below) > 1 and len(first) > 1 and all(classes == first for classes in below.values()):
-        raise UsageError(
-            f"{root}: {names} hold the same folders ({shorten_list(sorted(first))}), which may be the classes; name the"
-            " outer folders train/, val/ and test/, or give one of them"
-        )
     return splits
 
 
@@ -98,13 +94,9 @@ def _walk_files(folder: Path) -> list[Path]:
         if not isinstance(error, FileNotFoundError):
             raise error
 
-    # a link to a folder that was visited, or is being visited, would lead in circles
-    visited = {start := Path(os.path.realpath(folder)), *start.parents}
     files: list[Path] = []
-    for parent, inner, names in os.walk(folder, followlinks=True, onerror=refuse):
-        real = {name: Path(os.path.realpath(os.path.join(parent, name))) for name in sorted(inner) if name[0] != "."}
-        inner[:] = [name for name, path in real.items() if path not in visited]
-        visited.update(real.values())
+    for parent, inner, names in os.walk(folder, onerror=refuse):
+        inner[:] = [name for name in inner if name[0] != "."]
         files += [Path(parent, name) for name in names if name[0] != "."]
     return sorted(files)
 

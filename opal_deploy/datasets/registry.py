@@ -9,12 +9,18 @@ from typing import Any
 
 from opal_deploy.datasets.checks import check_dataset, duplicate_warnings
 from opal_deploy.datasets.cub import CUB, CUB100
-from opal_deploy.datasets.dogs import DOGS
 from opal_deploy.datasets.image_folder import CSV, IMAGE_FOLDER
-from opal_deploy.datasets.listing import Adapter, Listing, missing_files, unreadable_error
-from opal_deploy.datasets.location import find_root
-from opal_deploy.datasets.samples import DataSet, shorten_list, split_off_validation
-from opal_deploy.datasets.torchvision_datasets import TORCHVISION_DATASETS
+from opal_deploy.datasets.published import DOGS, TORCHVISION_DATASETS
+from opal_deploy.datasets.samples import (
+    Adapter,
+    DataSet,
+    Listing,
+    find_root,
+    missing_files,
+    shorten_list,
+    split_off_validation,
+    unreadable_error,
+)
 from opal_deploy.errors import OpalError, UsageError
 from opal_deploy.logs import Progress
 
@@ -34,7 +40,7 @@ def read_dataset(
     """Read and check a data set; if it has no validation split, set a fifth of each class aside for validation.
 
     Args:
-        root: the data set's folder, or the parent folder that torchvision calls `root`.
+        root: the data set's folder.
         dataset: one of `DATASET_NAMES`; None recognises the data set by its files and reads any other folder as an
             ImageFolder.
         partition: number of the official partition, from 1.
@@ -48,8 +54,7 @@ def read_dataset(
     try:
         if not root.is_dir():
             raise UsageError(f"{root}: no such folder; give a data set's folder or one with a folder per class")
-        listing = _read(*_locate(root, dataset), partition)
-        data = check_dataset(listing, skip_missing=skip_missing, progress=progress)
+        data = check_dataset(_read(root, dataset, partition), skip_missing=skip_missing, progress=progress)
         if not data.val and needs_validation:
             data = split_off_validation(data)
         # after the split, which may separate two equal files of train/
@@ -81,7 +86,7 @@ def find_recorded_dataset(
         if data.get("skipped"):
             recorded = read_dataset(root, layout, skip_missing=True)
         else:
-            recorded = _read(*_locate(root, layout)).data
+            recorded = _read(root, layout).data
             recorded = recorded if recorded.val else split_off_validation(recorded)
     except (OpalError, OSError):
         return None
@@ -89,34 +94,26 @@ def find_recorded_dataset(
     return recorded if same_sizes and recorded.class_names == list(class_names) else None
 
 
-def _read(adapter: Adapter, folder: Path, partition: int = 1) -> Listing:
+def _read(root: Path, dataset: str | None, partition: int = 1) -> Listing:
+    adapter = _find_adapter(root, dataset)
     if not 1 <= partition <= max(adapter.partitions, 1):
-        several = ", ".join(a.name for a in _ADAPTERS.values() if a.partitions)
+        raise UsageError(f"{adapter.title} has no partition {partition}; expected 1 to {max(adapter.partitions, 1)}")
+    if missing := missing_files(root, *adapter.files):
         raise UsageError(
-            f"{adapter.title} has no partition {partition}; expected 1 to {max(adapter.partitions, 1)} (--partition is "
-            f"for {several})"
-        )
-    if missing := missing_files(folder, *adapter.files):
-        raise UsageError(
-            f"{folder}: read as {adapter.title} but lacks {shorten_list(missing)}; unpack all of the official archives "
+            f"{root}: read as {adapter.title} but lacks {shorten_list(missing)}; unpack all of the official archives "
             "there, or, if its folders are classes, give --dataset imagefolder"
         )
-    return adapter.read(folder, partition) if adapter.partitions else adapter.read(folder)
+    return adapter.read(root, partition) if adapter.partitions else adapter.read(root)
 
 
-def _locate(root: Path, dataset: str | None) -> tuple[Adapter, Path]:
-    """Return the adapter, and the folder in `root` or its subfolders of known names that it recognises."""
+def _find_adapter(root: Path, dataset: str | None) -> Adapter:
+    """Return the adapter of this name, or the one that recognises the folder."""
     if dataset is not None and dataset not in _ADAPTERS:
         raise UsageError(f"unknown data set {dataset!r}; choose one of {', '.join(DATASET_NAMES)}")
-    adapters = list(_ADAPTERS.values()) if dataset is None else [_ADAPTERS[dataset]]
-    below = [(adapter, root / name) for adapter in adapters for name in adapter.folders if (root / name).is_dir()]
-    matches = [(adapter, root) for adapter in adapters if adapter.recognizes(root)]
-    matches = matches or [(adapter, folder) for adapter, folder in below if adapter.recognizes(folder)]
-    # one folder of each data set
-    matches = list({adapter.name: (adapter, folder) for adapter, folder in reversed(matches)}.values())[::-1]
-    if len(matches) > 1:
-        names = ", ".join(f"{adapter.name} in {folder}" for adapter, folder in matches)
-        raise UsageError(f"{root}: holds several data sets ({names}); choose one with --dataset, or give its folder")
     if dataset is not None:
-        matches = matches or below[:1] or [(_ADAPTERS[dataset], root)]
-    return matches[0] if matches else (IMAGE_FOLDER, root)
+        return _ADAPTERS[dataset]
+    matches = [adapter for adapter in _ADAPTERS.values() if adapter.recognizes(root)]
+    if len(matches) > 1:
+        names = ", ".join(adapter.name for adapter in matches)
+        raise UsageError(f"{root}: looks like several data sets ({names}); choose one with --dataset")
+    return matches[0] if matches else IMAGE_FOLDER

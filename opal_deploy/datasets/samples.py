@@ -1,24 +1,36 @@
-"""A data set in memory: images with labels, in three splits. Plain data; no image is opened here.
+"""A data set in memory: images with labels, in three splits; its listing before the images were checked.
 
-Where a data set has no official validation images, a fifth of each class is set aside as the paper's authors do it:
-scikit-learn's StratifiedShuffleSplit(test_size=0.2, random_state=42) over torchvision's ImageFolder.
+Plain data; no image is opened here. Where a data set has no official validation images, a fifth of each class is set
+aside as the paper's authors do it: scikit-learn's StratifiedShuffleSplit(test_size=0.2, random_state=42) over
+torchvision's ImageFolder.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from opal_deploy.artifact.files import read_json
 from opal_deploy.errors import UsageError, require
 from opal_deploy.preprocess.geometry import Box
 
 Crop = Literal["boxes"]
 
+IMAGE_SUFFIXES = frozenset(
+    (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".jp2")
+)
+# the share of the second part of a stratified split, and the seed of its shuffle
+SPLIT_FRACTION, SPLIT_SEED = 0.2, 42
+# file of a training run with paths on this machine, which neither checkpoints nor exports carry
+PATHS = "paths.json"
+ADVICE = "unpack the official archives again"
 # names listed in an error or a warning; the rest is counted
-MAX_LISTED = 20
+_MAX_LISTED = 20
 
 
 @dataclass(frozen=True)
@@ -91,23 +103,83 @@ class DataSet:
 
     def summary(self) -> dict[str, Any]:
         """Return the data set's entry in config.json."""
-        return {
-            "root": self.root.resolve().name,
-            "layout": self.layout,
-            "classes": self.num_classes,
-            "train": len(self.train),
-            "val": len(self.val),
-            "test": len(self.test),
-            "crop": self.crop,
-            "skipped": len(self.skipped),
-        }
+        sizes = {split: len(self.select(split)) for split in ("train", "val", "test")}
+        of_folder = {"root": self.root.resolve().name, "layout": self.layout, "classes": self.num_classes}
+        return {**of_folder, **sizes, "crop": self.crop, "skipped": len(self.skipped)}
 
 
-IMAGE_SUFFIXES = frozenset(
-    (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".jp2")
-)
-# the share of the second part of a stratified split, and the seed of its shuffle
-SPLIT_FRACTION, SPLIT_SEED = 0.2, 42
+@dataclass(frozen=True)
+class Listing:
+    """A data set by its lists, whose image files may be missing or broken; the lists' faults, and advice on them."""
+
+    data: DataSet
+    problems: list[str] = field(default_factory=list)
+    advice: str = ADVICE
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The functions that recognise and read one data set.
+
+    Attributes:
+        name, title: the name on the command line, and its authors' name.
+        read: from the data set's folder, and the partition's number if there are several, to its lists.
+        files: the files that the folder must have, see `missing_files`.
+        partitions: the number of official partitions; 0 for a data set with a single split.
+        is_own: whether a folder is unmistakably this data set; None: if it has all files.
+    """
+
+    name: str
+    title: str
+    read: Callable[..., Listing]
+    files: tuple[str, ...] = ()
+    partitions: int = 0
+    is_own: Callable[[Path], bool] | None = None
+
+    def recognizes(self, folder: Path) -> bool:
+        """Return whether a folder is unmistakably this data set."""
+        return not missing_files(folder, *self.files) if self.is_own is None else self.is_own(folder)
+
+
+def build_listing(
+    layout: str, folder: Path, class_names: list[str], splits: Mapping[str, list[Sample]], *, crop: Crop | None = None
+) -> Listing:
+    """Return a listing of `train`, `val` and `test`; labels without a class and paths elsewhere become problems."""
+    problems: list[str] = []
+    kept: dict[str, list[Sample]] = {"train": [], "val": [], "test": []}
+    for split, samples in splits.items():
+        kept[split] = [sample for sample in samples if 0 <= sample.label < len(class_names)]
+        if len(kept[split]) < len(samples):
+            problems.append(f"class ids in the {split} list outside 1 to {len(class_names)}")
+        paths = [sample.path for sample in samples]
+        if outside := [str(p) for p in paths if not p.is_relative_to(folder) or ".." in p.relative_to(folder).parts]:
+            problems.append(f"paths in the {split} list that lead out of the folder: {shorten_list(outside)}")
+    return Listing(DataSet(folder, layout, class_names, kept["train"], kept["val"], kept["test"], crop), problems)
+
+
+def missing_files(folder: Path, *names: str) -> list[str]:
+    """Return the names that `folder` lacks; one that ends in a slash is a folder, and `a|b` is either."""
+
+    def exists(name: str) -> bool:
+        return (folder / name).is_dir() if name.endswith("/") else (folder / name).is_file()
+
+    return [name.replace("|", " or ") for name in names if not any(map(exists, name.split("|")))]
+
+
+def read_text(path: Path, advice: str) -> str:
+    """Return a UTF-8 list's text without byte order mark; UsageError with `advice` if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise unreadable_error(error, path, advice) from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not a readable UTF-8 table ({error}); {advice}") from None
+
+
+def unreadable_error(error: OSError, path: Path, advice: str = "make it readable, or move it elsewhere") -> UsageError:
+    """Return the operating system's error as one line; `path` is for errors without a file name."""
+    name = error.filename if isinstance(error.filename, str | bytes) else str(path)
+    return UsageError(f"{os.fsdecode(name)}: cannot be read ({error.strerror or error}); {advice}")
 
 
 def split_off_validation(data: DataSet) -> DataSet:
@@ -137,37 +209,49 @@ def image_folder_order(samples: list[Sample], class_names: list[str]) -> tuple[l
     return sorted(range(len(samples)), key=paths.__getitem__), ranks
 
 
-def stratified_split(
-    labels: list[int],
-    class_names: list[str],
-    *,
-    root: Path,
-    part: str = "validation",
-    advice: str = "add images, or give a val/ folder next to train/",
-) -> tuple[list[int], list[int]]:
+def stratified_split(labels: list[int], class_names: list[str], *, root: Path) -> tuple[list[int], list[int]]:
     """Return positions in `labels` of a first and a second part, each ascending; depends on the order of images.
 
     Raises:
-        UsageError: a class has a single image, or the second part would have fewer images than classes. The message
-            names `root`, the `part` and the `advice`.
+        UsageError: names `root`; a class has a single image, or the second part would have fewer images than classes.
     """
     require("sklearn", "train", "a data set without an official split", pip_name="scikit-learn")
     from sklearn.model_selection import StratifiedShuffleSplit
 
-    counts = Counter(labels)
-    if singles := [name for label, name in enumerate(class_names) if counts[label] == 1]:
-        raise UsageError(
-            f"{root}: no {part} split possible, classes with a single image: {shorten_list(singles)}; {advice}"
-        )
     splitter = StratifiedShuffleSplit(n_splits=1, test_size=SPLIT_FRACTION, random_state=SPLIT_SEED)
     try:
         first, second = next(splitter.split(labels, labels))
     except ValueError as error:
+        counts = Counter(labels)
+        singles = shorten_list([name for label, name in enumerate(class_names) if counts[label] == 1]) or "none"
         raise UsageError(
-            f"{root}: no {part} split possible, {pluralize(len(labels), 'image is', 'images are')} too few for "
-            f"{pluralize(len(class_names), 'class', 'classes')} ({error}); {advice}"
+            f"{root}: no stratified split of {pluralize(len(labels), 'image', 'images')} possible ({error}); classes "
+            f"with a single image: {singles}; add images, or give a val/ folder next to train/"
         ) from None
     return sorted(int(i) for i in first), sorted(int(i) for i in second)
+
+
+def find_root(training: Mapping[str, Any], model: Path | None = None) -> Path | None:
+    """Return the folder of a model's data set; None if it is not on this machine.
+
+    Args:
+        training: `training` of a checkpoint or metadata, which keeps the folder's name only.
+        model: the model's file, next to which its run's `paths.json` may lie, which keeps the whole path.
+    """
+    data = training.get("data")
+    name = data.get("root") if isinstance(data, dict) else None
+    if not isinstance(name, str):
+        return None
+    stored: object = None
+    if model is not None:
+        with contextlib.suppress(OSError, ValueError):
+            document = read_json(model.parent / PATHS)
+            stored = document.get("data") if isinstance(document, dict) else None
+    for root in (stored, name):
+        with contextlib.suppress(OSError, ValueError):
+            if isinstance(root, str) and Path(root).name == Path(name).name and Path(root).is_dir():
+                return Path(root)
+    return None
 
 
 def classes_without_samples(samples: list[Sample], class_names: list[str]) -> list[str]:
@@ -188,8 +272,8 @@ def pluralize(number: int, singular: str, plural: str) -> str:
 
 def shorten_list(names: list[str]) -> str:
     """Return the first names separated by commas, and how many more there are."""
-    more = f" and {len(names) - MAX_LISTED:,} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(names[:MAX_LISTED]) + more
+    more = f" and {len(names) - _MAX_LISTED:,} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more
 
 
 def describe_never_predicted(images: Mapping[str, int], predicted: Collection[str]) -> str:

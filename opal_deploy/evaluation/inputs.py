@@ -12,11 +12,10 @@ from opal_deploy.api.model import Model
 from opal_deploy.artifact.files import model_kind
 from opal_deploy.artifact.metadata import Metadata, check_all_outputs
 from opal_deploy.datasets import cub
-from opal_deploy.datasets.background import read_background
+from opal_deploy.datasets.checks import read_background
 from opal_deploy.datasets.cub import PartLocations
-from opal_deploy.datasets.location import find_root
 from opal_deploy.datasets.registry import read_dataset
-from opal_deploy.datasets.samples import DataSet, Sample, pluralize
+from opal_deploy.datasets.samples import DataSet, Sample, find_root, pluralize
 from opal_deploy.errors import UsageError, require
 from opal_deploy.evaluation.annotations import Annotations, annotate, has_creatures
 from opal_deploy.evaluation.options import EvaluateOptions

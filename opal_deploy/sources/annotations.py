@@ -146,7 +146,8 @@ def read_boxes(path: Path, confidence: float = DEFAULT_CONFIDENCE) -> Crops:
     Raises:
         UsageError: unreadable, other columns or keys, not a number, an image with two boxes.
     """
-    from opal_deploy.datasets.boxes import CUB_IMAGES, find_box_file, is_cub_boxes, read_cub_boxes
+    from opal_deploy.datasets.boxes import find_box_file, is_cub_boxes, read_cub_boxes
+    from opal_deploy.datasets.cub import IMAGES
 
     path = find_box_file(path) or path
     text, identity = _read_file(f"{path}", path, "a CSV or COCO file, or MegaDetector's results")
@@ -156,7 +157,7 @@ def read_boxes(path: Path, confidence: float = DEFAULT_CONFIDENCE) -> Crops:
         rows: Iterable[tuple[str, Box]] = ((name, thing.box) for name, thing in _parse_coco(path, text))
     elif is_cub_boxes(text):
         rows = read_cub_boxes(path)
-        identity += f"; {CUB_IMAGES}, sha256 {compute_sha256(path.with_name(CUB_IMAGES))}"
+        identity += f"; {IMAGES}, sha256 {compute_sha256(path.with_name(IMAGES))}"
     else:
         rows = _parse_box_rows(path, text)
     by_name: dict[str, list[Crop]] = {}
@@ -248,7 +249,7 @@ class CocoObject:
 
     Attributes:
         category: the name of its category; empty if it has none.
-        segmentation: polygons or run lengths, see `datasets.masks`, as the file has them; None without.
+        segmentation: polygons or run lengths, as the file has them; None without.
         size: (height, width) of the image; None if the file does not say.
     """
 

@@ -1,25 +1,29 @@
-"""The public `train_model`, which `opal-deploy train` calls."""
+"""The public `train_model`, which `opal-deploy train` calls: all that can be refused without torch, then `loop.fit`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from opal_deploy.artifact.files import model_kind
-from opal_deploy.datasets.background import list_background
-from opal_deploy.errors import UsageError, require
+from opal_deploy.datasets.registry import read_dataset
+from opal_deploy.datasets.samples import DataSet, shorten_list
+from opal_deploy.errors import require
 from opal_deploy.logs import WarningLine, as_progress
 from opal_deploy.model.network_names import check_weights
 from opal_deploy.options import StrPath, keywords
-from opal_deploy.train.balance import balance_warnings
-from opal_deploy.train.options import OUTSIDE, TrainOptions, load_recipe, resolve
-from opal_deploy.train.run_directory import TrainResult, TrainRunDirectory, read_keep_off
+from opal_deploy.train.options import TrainOptions, load_recipe, resolve
+from opal_deploy.train.run_directory import TrainResult, TrainRunDirectory
 
-if TYPE_CHECKING:
-    from opal_deploy.datasets.samples import DataSet
+# classes are called unbalanced from this ratio of the most to the fewest training images on
+_UNBALANCED_RATIO = 3.0
+# with fewer training images a class is called small: two more are its validation images, which judge nothing
+_SMALL_CLASS = 10
 
 
 @keywords(TrainOptions, given_only=True)
@@ -43,7 +47,7 @@ def train_model(data: StrPath, options: Mapping[str, Any]) -> TrainResult:
         UsageError: data or options are impossible, or `out` holds a run. Messages name options as the command does.
         StoppedEarly: the loss is not finite, or disk or memory are full; the run can be resumed.
     """
-    for package in ("torch", "torchvision", "matplotlib", "tomli_w", "lightning_fabric"):
+    for package in ("torch", "torchvision", "tomli_w", "lightning_fabric"):
         require(package, "train", "training", pip_name=package.replace("_", "-"))
     root = Path(data)
     run_dir = TrainRunDirectory(Path(options.get("out") or Path("runs") / root.resolve().name))
@@ -52,55 +56,57 @@ def train_model(data: StrPath, options: Mapping[str, Any]) -> TrainResult:
         # a run goes on as it began, even where the default recipe has changed since
         recipe = str(run_dir.recipe)
     resolved = replace(resolve(load_recipe(recipe), options), out=run_dir.root)
-    check_files(resolved, run_dir)
-    labelled = _read(root, resolved)
+    run_dir.check(may_hold_run=resolved.resume or resolved.overwrite)
+    if resolved.tensorboard:
+        require("tensorboard", "tensorboard", "--tensorboard")
+    if resolved.weights_name is not None and resolved.start_from is None:
+        check_weights(resolved.backbone, resolved.weights_name)
+    labelled = read_dataset(
+        root, resolved.dataset, partition=resolved.partition, skip_missing=resolved.skip_missing,
+        progress=as_progress(resolved.progress),
+    )  # fmt: skip
+    labelled = labelled if resolved.boxes else labelled.without_crops()
     # takes seconds, since it imports torch: after all that can be refused without
-    from opal_deploy.train.loop import fit
-    from opal_deploy.train.machine import is_main_process
+    with _hidden("torchmetrics"):
+        from opal_deploy.train.loop import fit
 
-    # torchrun starts several processes; only one reports
     if is_main_process():
-        for line in [*labelled.warnings, *balance_warnings(labelled, weighted=resolved.class_weights == "balanced")]:
+        for line in [*labelled.warnings, *warn_of_balance(labelled, weighted=resolved.class_weights == "balanced")]:
             resolved.log(WarningLine(f"warning: {line}"))
         resolved.log(f"recipe {recipe}; read as {labelled.describe()}")
     return fit(labelled, resolved)
 
 
-def _read(root: Path, options: TrainOptions) -> DataSet:
-    from opal_deploy.datasets.registry import read_dataset
+@contextmanager
+def _hidden(package: str) -> Iterator[None]:
+    """Hide a package that lightning_fabric imports only to see its version, which takes two seconds."""
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[package]
 
-    labelled = read_dataset(
-        root, options.dataset, partition=options.partition, skip_missing=options.skip_missing,
-        progress=as_progress(options.progress),
-    )  # fmt: skip
-    return labelled if options.boxes else labelled.without_crops()
+
+def is_main_process() -> bool:
+    """Return whether this process prints and writes: under torchrun every process runs the command."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
-def check_files(options: TrainOptions, run_dir: TrainRunDirectory) -> None:
-    """Check the files that options name and the run directory; changes nothing and imports no torch.
-
-    Raises:
-        UsageError: a file is missing, or the directory holds a run or cannot be written.
-        MissingExtra: a package is not installed.
-    """
-    if options.tensorboard:
-        require("tensorboard", "tensorboard", "--tensorboard")
-    if not options.resume and not options.overwrite:
-        run_dir.check_free()
-    run_dir.check_writable()
-    if options.resume and run_dir.is_finished:
-        return  # a finished run trains nothing, and the files may be gone
-    if options.start_from is not None:
-        path = Path(options.start_from)
-        if model_kind(path) != "checkpoint":
-            raise UsageError(
-                f"--start-from {path}: only checkpoints can be trained; give the .pt file that it came from"
-            )
-        if not path.is_file():
-            raise UsageError(f"--start-from {path}: no such checkpoint")
-    elif (weights := options.weights_name) is not None:
-        check_weights(options.backbone, weights)
-    if options.background is not None:
-        list_background(options.background)
-    if options.keep_off not in (None, OUTSIDE):
-        read_keep_off(options.keep_off)
+def warn_of_balance(data: DataSet, *, weighted: bool) -> list[str]:
+    """Return a line if classes are unbalanced, and one if some are small; `weighted`: the run uses balanced weights."""
+    images, lines = Counter(sample.label for sample in data.train), []
+    counts = {name: images[label] for label, name in enumerate(data.class_names)}
+    most, fewest = max(counts, key=counts.__getitem__), min(counts, key=counts.__getitem__)
+    if counts[most] >= _UNBALANCED_RATIO * counts[fewest] and not weighted:
+        lines.append(
+            f"unbalanced classes: {most} has {counts[most]:,} training images and {fewest} {counts[fewest]:,}; "
+            "--class-weights balanced gives all classes the same weight"
+        )
+    if small := [f"{name} {count}" for name, count in counts.items() if count < _SMALL_CLASS]:
+        lines.append(
+            f"few images: classes with fewer than {_SMALL_CLASS} training images ({shorten_list(small)}); add images"
+        )
+    return lines

@@ -1,4 +1,4 @@
-"""From samples to batches: decode, crop, resize, augment.
+"""From samples to batches: decode, crop, resize, augment; start at `prepare_images`.
 
 An image goes through `preprocess` as everywhere else (EXIF orientation, box, antialiased resize); only the augmentation
 is added. Every image is decoded once before the first step, and kept in memory if all fit. The content of an epoch
@@ -11,25 +11,32 @@ With regions that the attention is kept off, images have a fourth channel, the s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from lightning_fabric import Fabric
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from opal_deploy.datasets.samples import Sample
+from opal_deploy.datasets.boxes import draw_boxes
+from opal_deploy.datasets.samples import DataSet, Sample, shorten_list
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.logs import Progress
+from opal_deploy.evaluation.annotations import ImageAnnotation, annotate, has_creatures
+from opal_deploy.logs import Log, Progress, WarningLine
 from opal_deploy.preprocess.decode import decode
-from opal_deploy.preprocess.geometry import compute_geometry
+from opal_deploy.preprocess.geometry import Geometry, compute_geometry
 from opal_deploy.preprocess.resize import to_input
 from opal_deploy.runtime.devices import available_cpus
+from opal_deploy.train import machine
 from opal_deploy.train.augmentation import PaperAugmentation
-from opal_deploy.train.regions import Regions
+from opal_deploy.train.options import OUTSIDE, TrainOptions
 
 # (epoch, position): worker processes learn the epoch from the key
 ImageKey = tuple[int, int]
@@ -39,10 +46,13 @@ ImageItem = tuple[NDArray[np.uint8], int]
 _ORDER_STREAM, _AUGMENT_STREAM = 0, 1
 # epochs whose images are not augmented: the images themselves, and their mirror images
 WHOLE, MIRRORED = 0, -1
+# images per forward pass of validation and tests
+EVALUATION_BATCH = 64
+_MEGABYTE = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class TrainImages(Dataset[ImageItem | UsageError]):
+class TrainImages(Dataset[ImageItem]):
     """Images uint8 [H0, W0, 3], RGB, with labels, by (epoch, position); with regions uint8 [H0, W0, 4].
 
     Epochs are counted from 1; in `WHOLE` and `MIRRORED` images are not augmented.
@@ -77,13 +87,12 @@ class TrainImages(Dataset[ImageItem | UsageError]):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, key: ImageKey) -> ImageItem | UsageError:
+    def __getitem__(self, key: ImageKey) -> ImageItem:
         epoch, index = key
         try:
             pixels = self.load(index) if self.pixels is None else self.pixels[index]
         except (ImageError, UsageError) as error:
-            # returned, not raised: a worker process would turn it into a traceback of many lines
-            return UsageError(f"{self.samples[index].path}: {error}; remove or replace this image")
+            raise UsageError(f"{self.samples[index].path}: {error}; remove or replace this image") from None
         if self.augmentation is not None and epoch in (WHOLE, MIRRORED):
             pixels = self.augmentation.keep(pixels, mirrored=epoch == MIRRORED)
         elif self.augmentation is not None:
@@ -107,24 +116,81 @@ class TrainImages(Dataset[ImageItem | UsageError]):
         return pixels if self.regions is None else np.dstack([pixels, self.regions.draw(index, geometry, size)])
 
 
+@dataclass(frozen=True)
+class Regions:
+    """The regions of N images that the attention is kept off.
+
+    Attributes:
+        images: N annotations, whose boxes or mask are the region that is kept off or, with `outside`, the object; an
+            image without any has no region.
+        outside: everything but the annotated object is kept off.
+    """
+
+    images: Sequence[ImageAnnotation]
+    outside: bool = False
+
+    def __len__(self) -> int:
+        """The number of images with a region."""
+        return sum(image.has_object for image in self.images)
+
+    def draw(self, index: int, geometry: Geometry, size: tuple[int, int]) -> NDArray[np.uint8]:
+        """Draw the annotation of an image as the model sees it, cropped and resized.
+
+        Returns:
+            uint8 [H, W] of `size`, the share of each pixel that lies in the annotation, 0 ... 255. With `outside`, an
+            image without an object is all object.
+
+        Raises:
+            UsageError: a mask does not have the image's size.
+        """
+        annotation, whole = self.images[index], (geometry.height, geometry.width)
+        if self.outside and not annotation.has_object:
+            return np.full(size, 255, np.uint8)
+        mask = draw_boxes(annotation.boxes, whole) if annotation.mask is None else annotation.mask()
+        if mask.shape != whole:
+            raise UsageError(
+                f"its mask has {mask.shape} pixels (height, width), the image as a viewer shows it {whole}"
+            )
+        image = Image.fromarray(mask.astype(np.uint8) * np.uint8(255)).crop(geometry.crop)
+        return np.asarray(image.resize(size[::-1], Image.Resampling.BILINEAR))
+
+
+def read_regions(data: DataSet, keep_off: str) -> Regions:
+    """Return the regions of a data set's training images.
+
+    Args:
+        data: the data set.
+        keep_off: a COCO file with boxes of stamps, scale bars or borders; or `outside`, all but the data set's objects.
+
+    Raises:
+        UsageError: the file is damaged or has none of the images; or the data set's objects are unknown.
+    """
+    if keep_off != OUTSIDE:
+        return Regions(annotate(data, data.train, boxes=True, parts=False, objects=Path(keep_off)).images)
+    regions = Regions(annotate(data, data.train, boxes=True, parts=has_creatures(data)).images, outside=True)
+    if data.crop is not None or not len(regions):
+        raise UsageError(
+            f"--keep-off {OUTSIDE}: {data.root} has no boxes or masks of its objects, or images are cropped to them; "
+            "give a COCO file of regions, or --no-boxes to train on whole images"
+        )
+    return regions
+
+
 def read_images(
-    images: TrainImages, indices: Iterable[int], progress: Progress, *, keep: bool
-) -> tuple[NDArray[np.uint8] | None, dict[int, str]]:
-    """Decode images in threads.
+    images: TrainImages, progress: Progress, *, keep: bool, fabric: Fabric | None = None
+) -> tuple[TrainImages, list[str]]:
+    """Decode images in threads, once; return those that can be decoded, and why the others cannot.
 
     Args:
         images: the images.
-        indices: positions of those to decode.
         progress: called with images done.
-        keep: whether to return the resized images.
-
-    Returns:
-        The resized images by position if `keep`, uint8 [N, H1, W1, 3 or 4], and by position why images cannot be
-        decoded.
+        keep: keep the resized images in memory; else each process of the run decodes its share.
+        fabric: the processes of the run; None is this one.
 
     Raises:
         UsageError: a region is damaged or has another size than its image.
     """
+    rank, size = (0, 1) if keep or fabric is None else (fabric.global_rank, fabric.world_size)
     pixels = np.empty((len(images), *images.shape), np.uint8) if keep else None
     problems: dict[int, str] = {}
 
@@ -139,23 +205,19 @@ def read_images(
             raise UsageError(f"{images.samples[index].path}: {error}") from None
 
     with ThreadPoolExecutor(available_cpus()) as pool:
-        for done, _ in enumerate(pool.map(read, indices), 1):
+        for done, _ in enumerate(pool.map(read, range(rank, len(images), size)), 1):
             progress(done, len(images), "reading images")
-    return pixels, problems
-
-
-def leave_out(images: TrainImages, positions: Iterable[int]) -> TrainImages:
-    """Return the images without those at some positions."""
-    if not (gone := set(positions)):
-        return images
-    kept = [index for index in range(len(images)) if index not in gone]
-    regions = images.regions
-    return replace(
-        images,
-        samples=[images.samples[index] for index in kept],
-        regions=None if regions is None else replace(regions, images=[regions.images[index] for index in kept]),
-        pixels=None if images.pixels is None else images.pixels[kept],
-    )
+    problems = {index: text for share in machine.gather(fabric, problems) for index, text in share.items()}
+    images = replace(images, pixels=pixels)
+    if problems:
+        kept, regions = [index for index in range(len(images)) if index not in problems], images.regions
+        images = replace(
+            images,
+            samples=[images.samples[index] for index in kept],
+            regions=None if regions is None else replace(regions, images=[regions.images[index] for index in kept]),
+            pixels=None if pixels is None else pixels[kept],
+        )
+    return images, [problems[index] for index in sorted(problems)]
 
 
 class Batches:
@@ -188,7 +250,7 @@ class Batches:
         """
         self.images, self.workers, self.epoch = images, workers, 0
         self._batch_size, self._shuffle_seed, self._rank, self._size = batch_size, shuffle_seed, rank, size
-        self._loader: DataLoader[ImageItem | UsageError] = DataLoader(
+        self._loader: DataLoader[ImageItem] = DataLoader(
             images,
             batch_sampler=_LocalPlan(self),  # its keys are pairs, not numbers
             collate_fn=_collate,
@@ -217,10 +279,11 @@ class Batches:
         return [share for share in shares if share]
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in self._loader:
-            if isinstance(batch, UsageError):
-                raise batch
-            yield batch
+        try:
+            yield from self._loader
+        except UsageError as error:
+            # a worker process adds its traceback
+            raise UsageError(str(error).strip().rpartition("UsageError: ")[2]) from None
 
 
 class _LocalPlan:
@@ -232,16 +295,72 @@ class _LocalPlan:
     def __iter__(self) -> Iterator[list[ImageKey]]:
         return iter(self._batches.local_plan())
 
-    def __len__(self) -> int:
-        return len(self._batches.local_plan())
 
-
-def _collate(items: list[ImageItem | UsageError]) -> tuple[Tensor, Tensor] | UsageError:
-    for item in items:
-        if isinstance(item, UsageError):
-            return item
+def _collate(items: list[ImageItem]) -> tuple[Tensor, Tensor]:
     images, labels = zip(*items, strict=True)
     return torch.from_numpy(np.stack(images)), torch.tensor(labels)
+
+
+class Loaders(NamedTuple):
+    """This process's batches of each split; `test` is None without one."""
+
+    train: Batches
+    val: Batches
+    test: Batches | None
+
+
+def prepare_images(
+    data: DataSet, options: TrainOptions, fabric: Fabric, progress: Progress, log: Log
+) -> tuple[DataSet, TrainOptions, Loaders, dict[str, Any]]:
+    """Decode every image; return data set, options with planned epochs, batches, and entries of config.json.
+
+    Images that cannot be decoded are left out with a warning. Where all fit into `--cache-megabytes`, they are kept.
+
+    Raises:
+        UsageError: no images are left, or too few for the processes.
+    """
+    augmentation = None
+    if options.augment != "none":
+        augmentation = PaperAugmentation(options.input_size, erase=options.augment == "erase")
+    regions = None
+    if options.keep_off is not None:
+        regions = read_regions(data, str(options.keep_off))
+        log(f"keeping the attention off regions of {len(regions):,} of {len(data.train):,} images")
+    splits = [TrainImages(data.train, options.input_size, augmentation, regions, options.seed)]
+    splits += [TrainImages(samples, options.input_size) for samples in (data.val, data.test)]
+    # every process caches all images, because its share of them changes with each epoch
+    room = options.cache_megabytes * _MEGABYTE / machine.local_processes()
+    cached = splits[0].num_bytes + splits[1].num_bytes <= room
+    keep_test = cached and sum(images.num_bytes for images in splits) <= room
+    problems: list[str] = []
+    for split, keep in enumerate((cached, cached, keep_test)):
+        splits[split], unusable = read_images(splits[split], progress, keep=keep, fabric=fabric)
+        problems += unusable
+    train, val, test = splits
+    if not len(train) or not len(val):
+        raise UsageError(f"{data.root}: no training or no validation image can be decoded: {shorten_list(problems)}")
+    if problems:
+        log(WarningLine(
+            f"warning: left out {len(problems)} image(s) that cannot be decoded: {shorten_list(problems)}; replace or "
+            "remove them"
+        ))  # fmt: skip
+    options = options.plan(len(train))
+    batch_size = options.batch_size or 1
+    if min(batch_size, len(train)) < 2 * fabric.world_size:
+        raise UsageError(
+            f"batches of {batch_size} from {len(train)} images over {fabric.world_size} process(es): "
+            "each needs at least 2 images; give a larger --batch-size, or start fewer processes"
+        )
+    data = replace(data, train=train.samples, val=val.samples, test=test.samples)
+    own = {"rank": fabric.global_rank, "size": fabric.world_size}
+    workers = machine.default_num_workers(fabric.device, cached) if options.workers is None else options.workers
+    once = 0 if keep_test or fabric.device.type == "cpu" else workers
+    loaders = Loaders(
+        Batches(train, batch_size, shuffle_seed=options.seed, workers=workers, **own),
+        Batches(val, EVALUATION_BATCH, workers=0 if cached else workers, **own),
+        Batches(test, EVALUATION_BATCH, workers=once, **own) if len(test) else None,
+    )
+    return data, options, loaders, {"workers": workers, "cached": cached}
 
 
 def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:

@@ -1,14 +1,5 @@
 """The training loss: cross-entropy, and terms of the attention; the exported graph stays the same.
 
-**Mirror agreement** trains an image and its mirror image to choose the same cells. Where several cells are nearly
-equal, a slot's maximum jumps between them when the image hardly changes, and the explanation jumps with it. PIP-Net
-(Nauta et al., CVPR 2023) aligns the prototypes of two views at each cell. Here each slot of the labelled class is
-trained to choose the same cell in both views:
-
-    agreement = mean over the m slots of -log( sum over cells of p(cell) * q(mirrored cell) )
-
-with p and q the softmax over cells of 20 times the attention of the image and of its mirror image.
-
 **Kept-off regions**, such as a photographer's stamp, should give the labelled class no evidence:
 
     penalty = mean over the m slots of the maximum over cells of (share of the cell in the region) * A(slot, cell)
@@ -26,6 +17,7 @@ with the drop taken at the cells of the unchanged image.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -34,15 +26,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from opal_deploy.datasets.samples import DataSet
 from opal_deploy.evaluation.attack import outside_boxes
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.head import OpalHead
 from opal_deploy.model.network import OpalNetwork
+from opal_deploy.train.options import TrainOptions
 
-# attention lies in [0, 1]: times 20, a cell that leads by a third of that range takes nearly all
-_SHARPNESS = 20.0
-_SMALLEST = 1e-6
 # the attack that `evaluate` measures, in one step
 _LEVELS, _MARGIN = EvaluateOptions.attack_levels, EvaluateOptions.attack_margin
 # weight of the drop relative to the changed image's cross-entropy
@@ -53,15 +44,13 @@ class Terms(NamedTuple):
     """The terms of the loss for n images.
 
     Attributes:
-        logits: [n, C], or with mirror agreement [2n, C], first the images', then their mirror images'.
-        disagreement: how far mirror images disagree about cells, [n], at least 0.
+        logits: [n, C].
         kept_off: the penalty of kept-off regions, [n], 0 ... 1.
         changed: logits of images changed outside the boxes, [n, C]; None without adversarial training.
         drop: mean drop of the labelled class's scores in the changed images, [n], at least 0; likewise.
     """
 
     logits: Tensor
-    disagreement: Tensor
     kept_off: Tensor
     changed: Tensor | None = None
     drop: Tensor | None = None
@@ -72,14 +61,12 @@ class Objective:
     """The weights of the training loss.
 
     Attributes:
-        agreement: weight of the mirror agreement; 0 without mirror images.
         keep_off: weight of the attention in kept-off regions; None without regions.
         adversarial: weight of the loss on images changed outside the boxes; 0 without them.
         class_weights: float32 [C] on the device, the loss's weight per class; None weighs all images the same.
         scale: factor of the logits, see `find_logit_scale`.
     """
 
-    agreement: float = 0.0
     keep_off: float | None = None
     adversarial: float = 0.0
     class_weights: Tensor | None = None
@@ -92,11 +79,8 @@ class Objective:
             terms: of n images.
             labels: int64 [n], on the device.
         """
-        # with mirror agreement the mean over an image and its mirror image
-        views = len(terms.logits) // len(labels)
-        cross_entropy = self._measure_cross_entropy(terms.logits, labels.repeat(views)) / views
-        objective = cross_entropy + self.agreement * terms.disagreement.sum()
-        objective = objective + (self.keep_off or 0.0) * terms.kept_off.sum()
+        cross_entropy = self._measure_cross_entropy(terms.logits, labels)
+        objective = cross_entropy + (self.keep_off or 0.0) * terms.kept_off.sum()
         if terms.changed is not None and terms.drop is not None:
             changed = self._measure_cross_entropy(terms.changed, labels)
             objective = objective + self.adversarial * (changed + DROP * terms.drop.sum())
@@ -107,13 +91,31 @@ class Objective:
         return functional.cross_entropy(logits, labels, weight=self.class_weights, reduction="sum")
 
 
+def make_objective(options: TrainOptions, data: DataSet, head: OpalHead) -> Objective:
+    """Return the training loss of a run."""
+    weights = None
+    if options.class_weights == "balanced":
+        weights = torch.tensor(balance_classes(data), device=next(head.parameters()).device)
+    scale = find_logit_scale(head, options.anchor_probability)
+    return Objective(options.region_weight, options.adversarial, weights, scale)
+
+
+def balance_classes(data: DataSet) -> list[float]:
+    """Return a weight per class, N / (C * n_c), as scikit-learn's `balanced` does it.
+
+    N is the number of training images, n_c that of class c, at least 1; the mean weight over the images is 1.
+    """
+    counts = Counter(sample.label for sample in data.train)
+    return [len(data.train) / (data.num_classes * max(counts[label], 1)) for label in range(data.num_classes)]
+
+
 def find_logit_scale(head: OpalHead, probability: float | None) -> float:
     """Return the factor, at least 1, that gives an embedding at its class's anchor this probability.
 
     The softmax of logits in [-1.41, 0] is far from certain even there: 0.31 for 10 classes, 0.04 for 100. The factor
     is 1 for None and for heads without anchors.
     """
-    if probability is None or head.anchors is None or head.num_classes < 2:
+    if probability is None or head.anchors is None:
         return 1.0
     anchors = torch.from_numpy(head.config.class_map(head.num_classes).matrix).to(head.anchors)
     with torch.no_grad():
@@ -123,16 +125,11 @@ def find_logit_scale(head: OpalHead, probability: float | None) -> float:
 
 
 class HeadTerms(nn.Module):
-    """A head with the terms of its attention in the loss, on features of the backbone.
+    """A head, whose evidence is `exact` if there are any terms, with the terms of its attention in the loss."""
 
-    Attributes:
-        head: the head, whose evidence is `exact` if there are any terms.
-        agreement: whether features of mirror images follow those of the images.
-    """
-
-    def __init__(self, head: OpalHead, *, agreement: bool) -> None:
+    def __init__(self, head: OpalHead) -> None:
         super().__init__()
-        self.head, self.agreement = head, agreement
+        self.head = head
         self.channel_table: Tensor
         table = head.config.class_map(head.num_classes).channel_table
         self.register_buffer("channel_table", torch.from_numpy(table), persistent=False)
@@ -141,21 +138,16 @@ class HeadTerms(nn.Module):
         """Return the terms of the loss.
 
         Args:
-            features: [n, D, H, W], or with mirror agreement [2n, D, H, W], first the images, then their mirror images.
+            features: of the backbone, [n, D, H, W].
             labels: int64 [n].
             regions: share of each pixel or cell that is kept off, float [n, rows, cols], 0 ... 1; None for no penalty.
         """
-        head, channels = self.head, self.channel_table[labels]  # [n, m]
-        attention = head.attend(head.project(features))  # [n or 2n, K, H, W]
+        head = self.head
+        attention = head.attend(head.project(features))  # [n, K, H, W]
         logits = head.classify(head.pool(attention))
-        first = attention[: len(labels)]
-        disagreement = penalty = logits.new_zeros(len(labels), dtype=torch.float32)
-        if self.agreement:
-            second = attention[len(labels) :].flip(3)
-            disagreement = measure_disagreement(first, second, channels, self.kept_slots)
-        if regions is not None:
-            penalty = measure_kept_off(first, channels, regions, self.kept_slots)
-        return Terms(logits, disagreement, penalty)
+        if regions is None:
+            return Terms(logits, logits.new_zeros(len(labels), dtype=torch.float32))
+        return Terms(logits, measure_kept_off(attention, self.channel_table[labels], regions, self.kept_slots))
 
     @property
     def kept_slots(self) -> Tensor | None:
@@ -175,22 +167,21 @@ class NetworkTerms(nn.Module):
         adversarial: whether images changed outside the boxes are trained on, too.
     """
 
-    def __init__(self, network: OpalNetwork, *, agreement: bool = False, adversarial: bool = False) -> None:
+    def __init__(self, network: OpalNetwork, *, adversarial: bool = False) -> None:
         super().__init__()
         self.backbone = network.backbone
-        self.terms = HeadTerms(network.head, agreement=agreement)
+        self.terms = HeadTerms(network.head)
         self.adversarial = adversarial
         self._config, self._grid = network.config, network.grid
 
     def forward(self, images: Tensor, labels: Tensor, regions: Tensor | None) -> Terms:
-        views = torch.cat([images, images.flip(3)]) if self.terms.agreement else images
-        features = self.backbone(views)
+        features = self.backbone(images)
         terms: Terms = self.terms(features, labels, regions)
         if not self.adversarial:
             return terms
         channels, kept = self.terms.channel_table[labels], self.terms.kept_slots
         with torch.no_grad():
-            scores, cells = self.terms.attend(features[: len(labels)], labels)[1].max(dim=2)
+            scores, cells = self.terms.attend(features, labels)[1].max(dim=2)
         listed = torch.ones_like(channels, dtype=torch.bool) if kept is None else kept[channels] > 0
         training = self.backbone.training
         # with the batch statistics of unchanged images, as in inference
@@ -237,18 +228,6 @@ def change_outside(
         (gradient,) = torch.autograd.grad(score(start).sum(), start)
     change = (start.detach() - images - limit * gradient.sign()).clamp(-limit, limit) * free
     return (images + change).clamp(darkest, brightest)
-
-
-def measure_disagreement(first: Tensor, second: Tensor, channels: Tensor, kept: Tensor | None = None) -> Tensor:
-    """Return how far two views disagree about the cells of the labelled class's slots, [n], at least 0.
-
-    Args:
-        first, second: attention of both views in the same frame, float32 [n, K, H, W].
-        channels: int64 [n, m], of the labelled classes' slots.
-        kept: see `HeadTerms.kept_slots`.
-    """
-    p, q = (_gather(view, channels).mul(_SHARPNESS).softmax(dim=2) for view in (first, second))
-    return _mean_over_slots(-(p * q).sum(dim=2).clamp_min(_SMALLEST).log(), channels, kept)
 
 
 def measure_kept_off(attention: Tensor, channels: Tensor, regions: Tensor, kept: Tensor | None = None) -> Tensor:

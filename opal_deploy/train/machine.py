@@ -18,9 +18,9 @@ import torch
 from lightning_fabric import Fabric
 from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.runtime.devices import available_cpus
 from opal_deploy.runtime.torch_session import torch_device
 
@@ -31,63 +31,52 @@ _PRECISIONS: dict[str, Literal["32-true", "bf16-mixed", "16-mixed"]] = {
 }  # fmt: skip
 
 
-def is_main_process() -> bool:
-    """Return whether this process prints and writes; known before the processes join."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def choose_precision(precision: str, device: torch.device) -> str:
-    """Return fp32, bf16 or fp16; `auto` is float32 on a CPU and on a GPU bfloat16 where it is native, else float16."""
-    if precision != "auto":
-        return precision
-    if device.type != "cuda":
-        return "fp32"
-    return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
-
-
 def start_fabric(device: str, precision: str) -> tuple[Fabric, str]:
     """Join the processes that torchrun started, or only this one; return them and the precision's name.
 
     Args:
         device: `auto`, `cpu`, `cuda` or `cuda:1`; with several processes each takes the GPU of its local rank.
-        precision: `auto`, `fp32`, `bf16` or `fp16`.
+        precision: `fp32`, `bf16`, `fp16`, or `auto`: float32 on a CPU; on a GPU bfloat16 where it is native, else
+            float16.
 
     Raises:
         UsageError: no such device, or fewer GPUs than processes.
     """
-    size, local_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    size, local_size = int(os.environ.get("WORLD_SIZE", "1")), local_processes()
     chosen = torch_device(device)
     devices: int | list[int] = local_size if size > 1 else 1
     if chosen.type == "cuda" and size == 1:
         devices = [chosen.index or 0]
-    elif chosen.type == "cuda":
-        if device not in ("auto", "cuda"):
-            raise UsageError(f"device {device!r} for {size} processes: give cuda, and each takes a GPU of its own")
-        if local_size > torch.cuda.device_count():
-            raise UsageError(
-                f"{local_size} processes on this machine, which has {torch.cuda.device_count()} GPUs; start one per "
-                "GPU (torchrun --nproc-per-node)"
-            )
-    name = choose_precision(precision, chosen)
+    elif chosen.type == "cuda" and (device not in ("auto", "cuda") or local_size > torch.cuda.device_count()):
+        raise UsageError(
+            f"device {device!r} for {local_size} processes on this machine, which has {torch.cuda.device_count()} GPUs;"
+            " give cuda and start one process per GPU: each takes a GPU of its own"
+        )
+    if precision == "auto" and chosen.type == "cuda":
+        precision = "bf16" if torch.cuda.get_device_capability(chosen) >= (8, 0) else "fp16"
+    elif precision == "auto":
+        precision = "fp32"
     # it would announce every process and precision
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
     fabric = Fabric(
         accelerator=chosen.type, devices=devices, num_nodes=max(size // local_size, 1),
-        strategy="ddp" if size > 1 else "auto", precision=_PRECISIONS[name],
+        strategy="ddp" if size > 1 else "auto", precision=_PRECISIONS[precision],
         # torchrun only: a run inside a Slurm job is one process unless torchrun starts more
         plugins=[TorchElasticEnvironment() if size > 1 else LightningEnvironment()],
     )  # fmt: skip
     fabric.launch()
-    return fabric, name
+    return fabric, precision
+
+
+def local_processes() -> int:
+    """Return the number of the run's processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def sum_over_processes(fabric: Fabric, *values: float) -> list[float]:
     """Return each value summed over all processes, in float64."""
-    if fabric.world_size == 1:
-        return list(values)
-    sums = torch.tensor(values, dtype=torch.float64, device=fabric.device)
-    distributed.all_reduce(sums)
-    return [float(value) for value in sums.tolist()]
+    sums: Any = fabric.all_reduce(torch.tensor(values, dtype=torch.float64, device=fabric.device), reduce_op="sum")
+    return list(sums.tolist())
 
 
 def gather(fabric: Fabric | None, value: Any) -> list[Any]:
@@ -114,18 +103,12 @@ def average_gradients(fabric: Fabric, parameters: list[nn.Parameter]) -> None:
             gradient /= fabric.world_size
 
 
-def local_processes() -> int:
-    """Return the number of the run's processes on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 def default_num_workers(device: torch.device, cached: bool) -> int:
     """Return the number of processes that prepare images for one process of the run.
 
-    On a CPU none where images are cached: augmenting takes a few per cent of an epoch, and processes would take the
-    network's cores; otherwise one, which prefetches. On a GPU its share of the machine's cores but two, at least one.
-    None where a process would import the caller's script, which trains again unless the call is under
-    `if __name__ == "__main__":`.
+    On a CPU none where images are cached, since they would take the network's cores; otherwise one, which prefetches.
+    On a GPU its share of the machine's cores but two, at least one. None where a process would import the caller's
+    script, which trains again unless the call is under `if __name__ == "__main__":`.
     """
     # macOS and Windows spawn; asking for the start method must not set it, and the first one listed is the default
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
@@ -149,14 +132,13 @@ def unchanged_random_state(device: torch.device) -> Iterator[None]:
         yield
 
 
-def get_random_state(device: torch.device) -> dict[str, torch.Tensor]:
+def get_random_state(device: torch.device) -> dict[str, Tensor]:
     """Return the state of this process's torch generators, which stochastic depth and dropout draw from."""
-    return {"cpu": torch.get_rng_state()} | (
-        {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
-    )
+    cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {"cpu": torch.get_rng_state(), **cuda}
 
 
-def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
+def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
     """Restore what `get_random_state` returned."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
@@ -166,3 +148,22 @@ def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> No
 def autocast(fabric: Fabric | None) -> AbstractContextManager[Any]:
     """Return the context that computes in the run's precision; None is float32."""
     return nullcontext() if fabric is None else fabric.autocast()
+
+
+@contextmanager
+def explained_memory_errors() -> Iterator[None]:
+    """Turn errors for lack of memory into StoppedEarly."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if "DataLoader worker" in str(error):
+            raise StoppedEarly(
+                "a process that prepares images died: killed for lack of memory, or started by a script that "
+                'trains outside of `if __name__ == "__main__":`; repeat the command with --resume and --workers 0'
+            ) from None
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
+            raise
+        raise StoppedEarly(
+            "out of memory; close other programs and repeat the command with --resume, or start again with "
+            "--overwrite and a smaller --batch-size or --size"
+        ) from None

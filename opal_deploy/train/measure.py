@@ -26,18 +26,13 @@ from opal_deploy.evaluation.metrics import (
     margins,
 )
 from opal_deploy.evaluation.receptive_field import measure_receptive_field
-from opal_deploy.logs import Log, Progress, no_progress
-from opal_deploy.model.backbones import load_classifier
+from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.neighbours import Neighbours
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.torch_session import TorchSession
-from opal_deploy.train.head_fit import HeadFit, measure_linear
-from opal_deploy.train.images import Batches, normalize
+from opal_deploy.train.images import Batches, Loaders, normalize
 from opal_deploy.train.machine import autocast, gather, set_tf32
-
-# images per forward pass of validation and tests
-EVALUATION_BATCH = 64
 
 
 class LabelledOutputs(NamedTuple):
@@ -62,11 +57,6 @@ class LabelledOutputs(NamedTuple):
         return compute_metrics(np.float32(scale) * self.logits, self.labels, collapse, self.margins)
 
 
-def evaluate(network: OpalNetwork, batches: Batches, fabric: Fabric | None = None, *, scale: float = 1.0) -> Evaluation:
-    """Return the metrics over all batches in float32, the loss of logits times `scale`; see `predict`."""
-    return predict(network, batches, fabric).compute_metrics(network.config.class_map, scale)
-
-
 def predict(
     network: OpalNetwork,
     batches: Batches,
@@ -88,9 +78,7 @@ def predict(
         UsageError: names an image that cannot be decoded.
     """
     network.eval()
-    device = next(network.parameters()).device
-    config = network.config
-    class_map = config.class_map
+    device, config, class_map = next(network.parameters()).device, network.config, network.config.class_map
     parts: list[LabelledOutputs] = []
     done = 0
     with torch.inference_mode():
@@ -116,16 +104,6 @@ def predict(
 
 
 @dataclass(frozen=True)
-class Loaders:
-    """This process's batches of each split (`test` is None without one), and all test images, or validation images."""
-
-    train: Batches
-    val: Batches
-    test: Batches | None
-    whole_test: Batches
-
-
-@dataclass(frozen=True)
 class Measurements:
     """The measurements of a network for its checkpoint, in float32.
 
@@ -140,9 +118,9 @@ class Measurements:
     test: Evaluation | None
     classes: list[ClassCounts]
     calibration: Calibration
-    receptive_field: ReceptiveField | None = None
-    baseline: Baseline | None = None
-    neighbours: Neighbours | None = None
+    receptive_field: ReceptiveField | None
+    baseline: Baseline | None
+    neighbours: Neighbours | None
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -158,7 +136,10 @@ def measure_network(
     fabric: Fabric,
     progress: Progress,
 ) -> Measurements:
-    """Measure a network for its checkpoint; `background` are out-of-distribution images, perhaps none."""
+    """Measure a network for its checkpoint.
+
+    `background` are out-of-distribution images, perhaps none: the OOD score's other side (`fit_neighbours`).
+    """
     set_tf32(enabled=False)
     class_map = network.config.class_map
     outputs = predict(network, loaders.val, fabric, progress=progress)
@@ -171,45 +152,10 @@ def measure_network(
         session = TorchSession(
             Checkpoint(network, data.class_names, receptive_field=receptive_field), device=str(fabric.device)
         )
-        baseline = measure_baseline(session, data.val, network.neighbours, progress=progress)
+        baseline = measure_baseline(session, data.val, neighbours, progress=progress)
         network.neighbours = None
     if loaders.test is not None:
         outputs = predict(network, loaders.test, fabric, progress=progress)
         test = outputs.compute_metrics(class_map)
     classes = count_by_class(outputs.logits, outputs.labels, data.class_names)
     return Measurements(val, test, classes, calibration, receptive_field, baseline, neighbours)
-
-
-def compare_with_classifiers(
-    fit: HeadFit,
-    network: OpalNetwork,
-    batches: Batches,
-    weights: str | None,
-    split: str,
-    progress: Progress,
-    log: Log,
-) -> dict[str, float]:
-    """Log and return the accuracies, 0 ... 1, of classifiers without explanations on a split's images.
-
-    They are `linear_accuracy`, that of a linear classifier of the same features, and `classifier_accuracy`, that of the
-    classifier in `weights`, if there is one of as many classes. Expects the backbone that the head was fitted to.
-    """
-    config = network.config
-    accuracies = {"linear_accuracy": measure_linear(fit, network, batches, progress)}
-    log(
-        f"without explanation, a linear classifier of the same features answers {accuracies['linear_accuracy']:.1%} of "
-        f"the {split} images correctly"
-    )
-    classifier = load_classifier(config.backbone, config.num_classes, weights, config.input_size)
-    if classifier is not None:
-        correct = 0
-        with torch.inference_mode():
-            for images, labels in batches:
-                logits = classifier(normalize(images, config.mean, config.std))
-                correct += int((logits.argmax(1) == labels).sum())
-        accuracies["classifier_accuracy"] = correct / len(batches.images)
-        log(
-            f"the classifier in {weights} answers {accuracies['classifier_accuracy']:.1%} of them correctly, if its "
-            "classes are in the same order"
-        )
-    return accuracies

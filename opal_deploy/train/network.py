@@ -1,9 +1,14 @@
-"""The network that a run starts with: pretrained layers and a new head, or another run's network (`--start-from`)."""
+"""The network that a run starts with, and lines on what the run does and costs.
+
+A run starts with pretrained layers and a new head, or with another run's network (`--start-from`).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import platform
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import metadata
@@ -11,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from opal_deploy._version import __version__
 from opal_deploy.artifact.files import compute_sha256
@@ -23,8 +27,14 @@ from opal_deploy.model.backbones import get_library, is_transformer, own_stride
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
+from opal_deploy.train.head_fit import BATCH, LEAST_PASSES, VIEWS
+from opal_deploy.train.images import TrainImages, normalize
 from opal_deploy.train.options import TrainOptions
 
+# a training step costs about three forward passes
+PASSES = 3
+# images of the batch that is timed
+_MEASURED = 8
 _PROJECTION = ("head.projection.weight", "head.projection.bias")
 
 
@@ -57,32 +67,31 @@ def load_start(options: TrainOptions, data: DataSet) -> Checkpoint | None:
     return start
 
 
-def settle_stride(options: TrainOptions, start: Checkpoint | None, stored: Mapping[str, Any] | None) -> TrainOptions:
-    """Return the options, without comparing strides if the choice is already made, or cannot be made.
+def choose_strides(
+    options: TrainOptions, start: Checkpoint | None, stored: Mapping[str, Any] | None
+) -> list[TrainOptions]:
+    """Return the run's options, or with `compare_strides` those with finer cells and those with all layers.
 
     Args:
         options: of the run.
         start: checkpoint of `--start-from`, whose stride the run has, too.
-        stored: config.json of a run that goes on.
+        stored: configuration of a run that goes on, whose stride was chosen.
     """
-    if not options.compare_strides:
-        return options
     settled = replace(options, compare_strides=False)
+    if not options.compare_strides:
+        return [options]
     if start is not None:
-        return replace(settled, stride=start.network.config.stride, keep_layers=start.network.config.keep_layers)
+        return [replace(settled, stride=start.network.config.stride, keep_layers=start.network.config.keep_layers)]
     if stored is not None:
-        chosen = stored.get("options")
-        return replace(settled, stride=chosen.get("stride")) if isinstance(chosen, dict) else settled
+        return [replace(settled, stride=(stored.get("options") or {}).get("stride"))]
     if is_transformer(options.backbone):
-        return replace(settled, stride=None)
-    comparable = options.head_steps and options.stride is not None and not options.keep_layers
-    return options if comparable and is_finer(options.stride, options) else settled
-
-
-def is_finer(stride: int | None, options: TrainOptions) -> bool:
-    """Return whether the network has a coarser stride of its own than `stride`, whose cells tile the input, too."""
+        return [replace(settled, stride=None)]
     own = own_stride(options.backbone)
-    return stride is not None and own > stride and all(size % own == 0 and size > own for size in options.input_size)
+    # the cells of both must tile the input
+    tiles = all(size % own == 0 and size > own for size in options.input_size)
+    if not (tiles and options.stride and options.stride < own and options.head_steps and not options.keep_layers):
+        return [settled]
+    return [settled, replace(settled, stride=own)]
 
 
 def build_network(options: TrainOptions, num_classes: int, start: Checkpoint | None) -> OpalNetwork:
@@ -113,38 +122,23 @@ def build_network(options: TrainOptions, num_classes: int, start: Checkpoint | N
     return network.channels_last()
 
 
-def check_batch_norm(network: OpalNetwork, local_batch: int) -> None:
-    """Raise UsageError where batch normalisation would see a single value per channel in a process's local batch."""
-    normalizes = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules())
-    if normalizes and local_batch == 1 and network.grid == (1, 1):
-        raise UsageError(
-            f"batches of one image with a single cell in {network.config.backbone}: batch normalisation needs two "
-            "values; give a larger --batch-size or --size"
-        )
-
-
 def describe_run(options: TrainOptions, config: Mapping[str, Any], epochs: int) -> str:
-    """Return a line on the training: network, a GPU, initial weights and method.
+    """Return a line on the training: network, device, initial weights and method.
 
     Args:
         options: the run's.
         config: its config.json.
         epochs: as planned; those of a run that goes on may differ from its config.json.
     """
-    head, weights, started = options.head_config, config["weights"], config["start"] is not None
+    head, fits = options.head_config, options.head_steps > 0 and options.start_from is None
     where = "" if options.stride is None else f" at stride {options.stride}"
-    if config["device"] != "cpu":
-        where += f" on {config['device']} in {config['precision']}"
-    origin = f"from {options.start_from}"
-    if weights is not None and not started:
-        origin = "random weights" if options.weights_name is None else f"weights {weights['origin']}"
+    origin = options.start_from or options.weights
     slots = f"{head.prototypes_per_class} prototypes per class" if head.anchors else f"head {head.kind}"
-    fitting = f"the head fitted to the frozen network in {options.head_steps} steps or more"
-    trained = "the head" if options.freeze_backbone else "all layers"
-    tuning = f"{epochs} epochs of {trained} in batches of {config['batch_size']}, learning rate {options.lr:g}"
-    steps = [fitting] if options.head_steps and not started else []
+    steps = [f"the head fitted to the frozen network in {options.head_steps} steps or more"] * fits
+    steps += [f"{epochs} epochs in batches of {options.batch_size}, learning rate {options.lr:g}"] * (epochs > 0)
     return (
-        f"training {options.backbone}{where}, {origin}, {slots}: {', then '.join([*steps, *[tuning] * (epochs > 0)])}"
+        f"training {options.backbone}{where} on {config['device']} in {config['precision']}, from {origin}, {slots}: "
+        f"{', then '.join(steps)}"
     )
 
 
@@ -157,7 +151,6 @@ def describe_start(options: TrainOptions, start: Checkpoint | None) -> dict[str,
     return {
         "file": start.source["file"],
         "sha256": start.source["sha256"],
-        "frozen_backbone": options.freeze_backbone,
         "reset": [f"{start.class_names[class_id]}/{slot}" for class_id, slot in owners],
     }
 
@@ -175,6 +168,63 @@ def describe_weights(network: OpalNetwork, weights: str | None) -> dict[str, Any
         "sha256": None if path is None else compute_sha256(path),
         **({"pretrained_cfg": details} if details else {}),
     }
+
+
+def describe_cost(
+    networks: list[OpalNetwork], options: TrainOptions, data: DataSet, images: TrainImages, processes: int, fits: bool
+) -> str:
+    """Return a line on the number of images, the time that the run will take, and what other options would save.
+
+    Args:
+        networks: one per stride that is compared, finer cells first.
+        options: of the run.
+        data: the data set.
+        images: the training images, of which the first ones are timed.
+        processes: number of the run's processes.
+        fits: whether the head is fitted first.
+    """
+    train, val = (len(samples) / processes for samples in (data.train, data.val))
+    views = 1 if images.augmentation is None else len(VIEWS)
+    steps = max(options.head_steps, views * math.ceil(train / BATCH) * LEAST_PASSES)
+    speeds = [measure_speed(network, images) for network in networks]
+    fitting = [(views * train + val) * image + steps * step for image, step in speeds] if fits else []
+    # attacked images triple the work of a step
+    epoch = (PASSES * (1 + 2 * (options.adversarial > 0)) * train + val) * max(image for image, _ in speeds)
+    tuning = epoch * (options.epochs or 0)
+    line = f"{len(data.train):,} training, {len(data.val):,} validation, {len(data.test):,} test images; about "
+    line += f"{_round(sum(fitting) + tuning)} here: "
+    line += f"{_round(sum(fitting))} for the head's fit{' at two strides' * (len(fitting) > 1)}, " if fits else ""
+    line += f"{_round(epoch)} per epoch"
+    line += f"; --stride {options.stride} saves {_round(fitting[1])} of the fit" if len(fitting) > 1 else ""
+    return line + (f"; --epochs 0 saves {_round(tuning)}" if fits and tuning else "")
+
+
+def measure_speed(network: OpalNetwork, images: TrainImages) -> tuple[float, float]:
+    """Return the seconds of a forward pass of the backbone per image, and those of a step of fitting the head."""
+    device, config, head = next(network.parameters()).device, network.config, network.eval().head
+    items = [images[0, index] for index in range(min(_MEASURED, len(images)))]
+    pixels = torch.stack([torch.tensor(pixels[..., :3]) for pixels, _ in items])
+    inputs = normalize(pixels.to(device), config.mean, config.std)
+    forward = step = 0.0
+    for batch in (inputs[:1], inputs):  # the first one warms up
+        started = time.perf_counter()
+        with torch.no_grad():
+            features = network.backbone(batch)
+        features.sum().item()  # waits for the device
+        forward = (time.perf_counter() - started) / len(batch)
+        rows = features.repeat(math.ceil(BATCH / len(batch)), 1, 1, 1)[:BATCH]
+        started = time.perf_counter()
+        total = head(rows).sum()
+        torch.autograd.grad(total, list(head.parameters()), allow_unused=True)
+        total.item()
+        step = time.perf_counter() - started
+    return forward, step
+
+
+def _round(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def package_versions() -> dict[str, str]:

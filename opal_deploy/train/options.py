@@ -1,16 +1,15 @@
-"""The options of a training run and recipes, the TOML files that hold them. Plain data; imports no torch.
+"""The options of a training run, and recipes, the TOML files that hold them. Plain data; imports no torch.
 
-`TrainOptions` declares every option once: the command, `train_model` and recipes read it. What a caller gives is laid
-over a recipe (`resolve`). A run stores its resolved options as recipe.toml, which repeats it.
+`TrainOptions` declares every option once: the command, `train_model` and recipes read it, by the same names. What a
+caller gives is laid over a recipe (`resolve`). A run stores its resolved options as recipe.toml, which repeats it.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -23,7 +22,6 @@ from opal_deploy.artifact.files import read_toml
 from opal_deploy.errors import UsageError
 from opal_deploy.logs import Log, ProgressChoice, log_line
 from opal_deploy.model.config import (
-    EPSILON,
     LINEAR_BASELINE,
     PLAIN_CLASSIFIER,
     HeadConfig,
@@ -36,41 +34,25 @@ from opal_deploy.model.network_names import TIMM_PREFIX, check_network, list_tor
 from opal_deploy.options import Option, Options, StrPath, option_fields, parse_size
 from opal_deploy.runtime.devices import parse_device
 
-# keys of a recipe by section; a key in brackets is the option's name in the file
-_SECTIONS = {
-    "data": "dataset partition skip_missing boxes",
-    "model": "backbone weights size(input_size) stride keep_layers compare_strides",
-    "head": "head(kind) projection cws pooling anchors prototypes(prototypes_per_class) distance epsilon",
-    "training": "head_steps epochs minutes patience batch_size lr schedule class_weights anchor_probability agreement "
-    "adversarial keep_off keep_off_weight background start_from freeze_backbone reset_dropped augment seed precision "
-    "tf32",
-    "machine": "device workers compile cache_megabytes tensorboard",
-}
-# section to {key in the file: option}
-SECTIONS = {
-    section: {word.rpartition("(")[2].rstrip(")"): word.partition("(")[0] for word in words.split()}
-    for section, words in _SECTIONS.items()
-}
-_SWITCHES = frozenset(SECTIONS["head"].values()) - {"head"}
+# options of one call, which recipes do not have
+_CALL_OPTIONS = frozenset(("recipe", "out", "resume", "overwrite", "log", "progress"))
+_DATA_OPTIONS = frozenset(("dataset", "partition", "skip_missing", "boxes"))
+# parts of the OPAL head
+_HEAD_OPTIONS = frozenset(("projection", "cws", "pooling", "anchors", "prototypes", "distance"))
+# how stored configurations and recipes with sections call some options
+_STORED_NAMES = {"input_size": "size", "kind": "head", "prototypes_per_class": "prototypes"}
+# options of 0.1.0 that went, with the values that every run has now
+_FORMER_VALUES = {"epsilon": 1e-8, "agreement": 0.0, "freeze_backbone": False, "compile": False}
 # options that may differ between a run and its continuation: all but the epochs change only where and how fast it runs
-CHANGEABLE_ON_RESUME = ("epochs", *SECTIONS["machine"])
-# written by earlier versions, without a meaning here
-_FORMER_KEYS = {"machine": {"save_every"}}
+CHANGEABLE_ON_RESUME = frozenset(("epochs", "device", "workers", "cache_megabytes", "tensorboard"))
 
 RANDOM = "none"  # `weights`
 OUTSIDE = "outside"  # `keep_off`: everything outside the objects
 # measured (docs/reference/measurements-training.md): small regions need more, most of an image less
 _REGION_WEIGHT, _OUTSIDE_WEIGHT = 10.0, 3.0
-# share of a cosine schedule in which the learning rate rises after a fitted head: Adam's first steps are the largest
-_WARM_UP = 0.1
-# options for the whole OPAL head only
-_NEEDS_SLOTS = dict.fromkeys(("agreement", "adversarial", "keep_off"), "slots with cells") | {
-    "background": "an OOD score"
-}
 # batch size and epochs up to so many training images; an epoch of few images is few steps
 _PLANS = ((1_000, 16, 24), (10_000, 32, 8))
 _LARGEST_PLAN = (64, 4)
-_MAX_INPUT_PIXELS = 100_000_000
 # options by the group of `--help` that lists them
 _data, _tuning, _advanced = (partial(Option, panel=panel) for panel in ("Data", "Optimisation", "Advanced"))
 
@@ -123,7 +105,7 @@ class TrainOptions(Options):
         "Batch size over all processes.", min=1,
         default="16, 32 or 64 by the number of images (grounded), 64 (paper)")] = None
     lr: Annotated[float, _tuning(
-        "Adam's initial learning rate.", default="2e-4 in grounded, 1e-4 in the other recipes")] = 1e-4
+        "Adam's initial learning rate.", min=0, default="2e-4 in grounded, 1e-4 in the other recipes")] = 1e-4
     augment: Annotated[Literal["paper", "erase", "none"], _data(
         "Augmentation of the training images: the paper's, erase for random rectangles over it, or none.",
         default="erase in grounded, paper in the other recipes")] = "paper"
@@ -151,27 +133,21 @@ class TrainOptions(Options):
         "1x1 convolution; without it: an ablation.", flag=_switch("projection"))] = True
     anchors: Annotated[bool, _advanced(
         "Anchors; without them, a dense layer: an ablation.", flag=_switch("anchors"))] = True
-    epsilon: Annotated[float, _advanced("Number added to the embedding's norm.", min=0, default="1e-8")] = EPSILON
     patience: Annotated[int | None, _tuning(
         "Stop after this many epochs without a lower validation loss.", min=1, default="all epochs are trained")] = None
     class_weights: Annotated[Literal["none", "balanced"], _tuning(
         "`balanced` gives all classes the same weight in the loss, N / (C * n_c).", default="none")] = "none"
     anchor_probability: Annotated[float | None, _tuning(
-        "Probability of an embedding at its class's anchor; the loss scales the logits to reach it.",
-        default="0.9 (grounded), logits as they are (paper)")] = None
+        "Probability of an embedding at its class's anchor; the loss scales the logits to reach it.", min=0.001,
+        max=0.999, default="0.9 (grounded), logits as they are (paper)")] = None
     schedule: Annotated[Literal["constant", "cosine"], _tuning(
         "Learning-rate schedule. `cosine` warms up after a fitted head.",
         default="cosine (grounded), constant (paper)")] = "constant"
-    agreement: Annotated[float, _tuning(
-        "Weight of a consistency loss between an image and its mirror image. Doubles training time.", min=0,
-        default="0")] = 0.0
     adversarial: Annotated[float, _tuning(
         "Weight of the loss on images attacked outside the boxes. Triples training time.", min=0, default="0")] = 0.0
     start_from: Annotated[StrPath | None, _tuning(
         "Initialise backbone and head from this checkpoint instead of --weights. To continue an interrupted run, use "
         "--resume.", default="none", cli=str)] = None
-    freeze_backbone: Annotated[bool, _tuning(
-        "With --start-from: train only the head.", flag=_switch("freeze-backbone"))] = False
     reset_dropped: Annotated[bool, _tuning(
         "With --start-from: train dropped slots anew instead of leaving them dropped.",
         flag=_switch("reset-dropped"))] = False
@@ -183,9 +159,8 @@ class TrainOptions(Options):
     background: Annotated[StrPath | None, _data(
         "Folder of out-of-distribution images, e.g. empty scenes. They are not trained on; they help --unknown flag "
         "similar images.", default="none", cli=str)] = None
-    seed: Annotated[int, _tuning("Seed of weights, order and augmentation.", min=0, default="0")] = 0
+    seed: Annotated[int, _tuning("Seed of weights, order and augmentation.", min=0, max=2**63 - 1, default="0")] = 0
     tf32: Annotated[bool, _advanced("Allow TF32 on the GPU.", flag=_switch("tf32"))] = False
-    compile: Annotated[bool, _advanced("Run steps through torch.compile.", flag=_switch("compile"))] = False
     cache_megabytes: Annotated[int, _advanced(
         "Memory for decoded images and for features of the frozen network, in megabytes.", min=0,
         default="1024")] = 1024
@@ -207,49 +182,30 @@ class TrainOptions(Options):
         """The head; raises UsageError for none of the paper's variants."""
         if self.head != "opal":
             return LINEAR_BASELINE if self.head == "linear" else PLAIN_CLASSIFIER
-        return HeadConfig(
-            self.projection, self.cws, self.pooling, self.anchors, self.prototypes, self.distance, self.epsilon
-        )
+        return HeadConfig(self.projection, self.cws, self.pooling, self.anchors, self.prototypes, self.distance)
 
     @property
     def weights_name(self) -> str | None:
         """The weights as a name or path; None for random ones."""
         return None if self.weights == RANDOM else os.fspath(self.weights)
 
-    def plan_epochs(self, num_images: int, stored: Mapping[str, Any] | None = None) -> tuple[int, int]:
-        """Return the batch size and the number of epochs of fine-tuning for a number of training images.
-
-        Args:
-            num_images: the number of training images.
-            stored: config.json of a run that goes on; it keeps its own, which another version may have planned.
-        """
-        batch_size, epochs = next((plan for limit, *plan in _PLANS if num_images <= limit), _LARGEST_PLAN)
-        known = {name: value for name, value in (stored or {}).items() if isinstance(value, int)}
-        return (
-            self.batch_size or known.get("batch_size", batch_size),
-            known.get("epochs", epochs) if self.epochs is None else self.epochs,
-        )
-
-    def learning_rate(self, progress: float) -> float:
-        """Return the learning rate after a share `progress` of all steps, 0 ... 1."""
-        if self.schedule == "constant":
-            return self.lr
-        # a random head has nothing that Adam's first steps could destroy
-        warm_up = min(progress / _WARM_UP, 1.0) if self.head_steps else 1.0
-        return self.lr * warm_up * (1 + math.cos(math.pi * progress)) / 2
-
-    def kept_off_weight(self) -> float | None:
-        """Return the weight of the attention in kept-off regions; None without regions."""
+    @property
+    def region_weight(self) -> float | None:
+        """Weight of the attention in kept-off regions; None without regions."""
         default = _OUTSIDE_WEIGHT if self.keep_off == OUTSIDE else _REGION_WEIGHT
         return None if self.keep_off is None else default if self.keep_off_weight is None else self.keep_off_weight
 
+    def plan(self, num_images: int) -> TrainOptions:
+        """Return the options with batch size and epochs for a number of training images where they are not given."""
+        batch_size, epochs = next((plan for limit, *plan in _PLANS if num_images <= limit), _LARGEST_PLAN)
+        return replace(
+            self, batch_size=self.batch_size or batch_size, epochs=epochs if self.epochs is None else self.epochs
+        )
+
     def to_config(self) -> dict[str, Any]:
-        """Return what determines the weights, by the names that checkpoints and config.json have used so far."""
-        values = {
-            key if section == "model" else name: getattr(self, name)
-            for section in ("model", "training", "machine")
-            for key, name in SECTIONS[section].items()
-        }
+        """Return what determines the weights, by the names in checkpoints and config.json."""
+        left_out = _CALL_OPTIONS | _DATA_OPTIONS | _HEAD_OPTIONS | {"size", "head"}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in left_out}
         head = asdict(self.head_config)
         return {**values, "input_size": self.input_size, "weights": self.weights_name, "head": head}
 
@@ -257,55 +213,30 @@ class TrainOptions(Options):
         """Return the options as a recipe; `load_recipe` reads it."""
         import tomli_w
 
+        left_out = _CALL_OPTIONS if self.head == "opal" else _CALL_OPTIONS | _HEAD_OPTIONS
         values = {**vars(self), "size": list(self.input_size)}
-        sections = {
-            section: {key: values[name] for key, name in keys.items() if values[name] is not None}
-            for section, keys in SECTIONS.items()
-        }
-        if self.head != "opal":
-            sections["head"] = {"kind": self.head}
-        return tomli_w.dumps(sections)
+        return tomli_w.dumps({k: v for k, v in values.items() if k not in left_out and v is not None})
 
     def check(self) -> None:
         """Raise UsageError for options that no run can have."""
         # a head that another run has trained is not fitted again
-        fits_head = self.head_steps > 0 and self.start_from is None
-        if self.epochs == 0 and not fits_head:
+        if self.epochs == 0 and (self.head_steps == 0 or self.start_from is not None):
             why = "--start-from has a fitted head" if self.start_from else "this recipe does not, or --weights are none"
             raise UsageError(f"epochs 0: expected at least 1; 0 fits the head only, and {why}")
-        for name in ("lr", "minutes"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise UsageError(f"{name} {value}: expected a number above 0")
-        if self.anchor_probability is not None and not 0 < self.anchor_probability < 1:
-            raise UsageError(f"anchor_probability {self.anchor_probability}: expected a number between 0 and 1")
-        if self.seed >= 1 << 63:
-            raise UsageError("the seed must be below 2^63")
-        for name in ("agreement", "adversarial", "keep_off_weight", "epsilon"):
-            if not math.isfinite(getattr(self, name) or 0):
-                raise UsageError(f"{name} {getattr(self, name)}: expected a finite number")
-        if min(self.input_size) < 1 or math.prod(self.input_size) > _MAX_INPUT_PIXELS:
-            raise UsageError(f"input size {self.input_size}: expected 1 to {_MAX_INPUT_PIXELS:,} pixels")
+        if min(self.input_size) < 1:
+            raise UsageError(f"input size {self.input_size}: expected at least 1 pixel")
         check_network(self.backbone)
         require_stride(self.stride, self.keep_layers)
         if self.stride is not None:
-            # a transformer's patch may have 14
-            if self.stride.bit_count() != 1 and not self.backbone.startswith(TIMM_PREFIX):
-                raise UsageError(f"stride {self.stride}: no network has cells of so many pixels; give 32, 16 or 8")
-            if not self.compare_strides:
-                check_tiling(self.backbone, self.input_size, self.stride)
-        kind, _ = parse_device(self.device)
-        if self.precision == "fp16" and kind == "cpu":
+            check_tiling(self.backbone, self.input_size, self.stride)
+        if self.precision == "fp16" and parse_device(self.device)[0] == "cpu":
             raise UsageError("precision fp16 on a CPU: use bf16 or fp32, or a GPU")
-        for name, needed in _NEEDS_SLOTS.items():
-            if getattr(self, name) and self.head_config.evidence != "exact":
-                raise UsageError(
-                    f"{name} needs {needed}, and this head has none; leave it out or train the whole OPAL head"
-                )
-        if self.start_from is None and (self.freeze_backbone or self.reset_dropped):
-            name = "--freeze-backbone" if self.freeze_backbone else "--reset-dropped"
-            advice = "; to fit only the head to --weights, use --epochs 0" if self.freeze_backbone else ""
-            raise UsageError(f"{name} without a trained network; add --start-from CHECKPOINT{advice}")
+        if self.head_config.evidence != "exact":
+            for name in ("adversarial", "keep_off", "background"):
+                if getattr(self, name):
+                    raise UsageError(f"{name} needs slots with cells, and this head has none; train the OPAL head")
+        if self.reset_dropped and self.start_from is None:
+            raise UsageError("--reset-dropped needs a trained network; add --start-from CHECKPOINT")
         if self.resume and self.overwrite:
             raise UsageError("--resume continues a run, --overwrite replaces it: give only one of them")
 
@@ -320,10 +251,11 @@ def load_recipe(name: str) -> dict[str, Any]:
     """Return the options that a recipe states, by name.
 
     Args:
-        name: a recipe of the package, or the path of a recipe file.
+        name: a recipe of the package, or the path of a recipe file. Its keys are the names of options, perhaps in
+            sections of any name.
 
     Raises:
-        UsageError: no such recipe, not TOML, unknown sections or keys, or values of the wrong type.
+        UsageError: no such recipe, not TOML, unknown keys, or values of the wrong type.
     """
     names = recipe_names()
     if name in names:
@@ -332,35 +264,35 @@ def load_recipe(name: str) -> dict[str, Any]:
         try:
             # a path to weights may hold bytes that are not UTF-8
             raw = read_toml(Path(name), "surrogateescape")
-        except OSError as error:
-            raise UsageError(f"recipe {name}: cannot be read ({error.strerror or error})") from None
-        except ValueError as error:
-            raise UsageError(f"recipe {name}: not TOML ({error})") from None
+        except (OSError, ValueError) as error:
+            raise UsageError(f"recipe {name}: cannot be read as TOML ({error})") from None
     else:
         raise UsageError(f"recipe {name!r}: no such file, and not one of {', '.join(names)}; give a .toml file")
-    types = {field.name: annotation for field, annotation, _ in option_fields(TrainOptions)}
+    types = {field.name: kind for field, kind, _ in option_fields(TrainOptions) if field.name not in _CALL_OPTIONS}
     options: dict[str, Any] = {}
     problems = []
-    for section, keys in raw.items():
-        if section not in SECTIONS or not isinstance(keys, dict):
-            problems.append(f"unknown section {section!r}; expected one of {', '.join(SECTIONS)}")
+    for stored_name, value in flatten_sections(raw).items():
+        option = _STORED_NAMES.get(stored_name, stored_name)
+        if _FORMER_VALUES.get(option) == value:
             continue
-        for key, value in keys.items():
-            option = SECTIONS[section].get(key)
-            if option is None:
-                if key not in _FORMER_KEYS.get(section, ()):
-                    problems.append(f"[{section}] has no key {key!r}; expected one of {', '.join(SECTIONS[section])}")
-                continue
-            expected = str if "PathLike" in str(types[option]) else types[option]
-            try:
-                options[option] = msgspec.convert(value, expected)
-            except msgspec.ValidationError as error:
-                problems.append(f"[{section}] {key} = {value!r}: {error}")
-    if options.get("head", "opal") != "opal" and (others := ", ".join(sorted(_SWITCHES & options.keys()))):
-        problems.append(f"[head] kind = {options['head']!r} takes no other keys; remove {others}")
+        if option not in types:
+            problems.append(f"unknown key {stored_name!r}; expected one of {', '.join(types)}")
+            continue
+        try:
+            options[option] = msgspec.convert(value, str if "PathLike" in str(types[option]) else types[option])
+        except msgspec.ValidationError as error:
+            problems.append(f"{stored_name} = {value!r}: {error}")
     if problems:
         raise UsageError(f"recipe {name}: {'; '.join(problems)}")
     return options
+
+
+def flatten_sections(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a TOML document and of its sections together."""
+    flat: dict[str, Any] = {}
+    for key, value in raw.items():
+        flat |= value if isinstance(value, dict) else {key: value}
+    return flat
 
 
 def resolve(recipe: Mapping[str, Any], options: Mapping[str, Any]) -> TrainOptions:
@@ -379,23 +311,11 @@ def resolve(recipe: Mapping[str, Any], options: Mapping[str, Any]) -> TrainOptio
         for name, value in options.items()
         if value is not None
     }
-    head = changes.get("head", base.get("head", "opal"))
-    switches = _SWITCHES & changes.keys()
     if "head" in changes:
         # all parts of OPAL, whatever variant the recipe has
-        kept = {"prototypes", "distance", "epsilon"} if head == "opal" else set()
-        base = {name: value for name, value in base.items() if name not in _SWITCHES - kept}
-    if head != "opal":
-        if changes.get("pooling") == "max" and head == "linear":
-            raise UsageError(
-                "--head linear pools by average; for the ablation row with max pooling use "
-                "--no-projection --no-cws --no-anchors --pooling max"
-            )
-        if others := sorted(switches - ({"pooling"} if head == "linear" else set())):
-            raise UsageError(
-                f"the {head} head has no {', '.join(others)}; leave them out, or train another head (--head opal)"
-            )
-        if "head" in changes:
+        kept = {"prototypes", "distance"} if changes["head"] == "opal" else set()
+        base = {name: value for name, value in base.items() if name not in _HEAD_OPTIONS - kept}
+        if changes["head"] != "opal":
             # what the recipe says for its own head does not fit
             base |= {"stride": None, "keep_layers": False, "compare_strides": False}
     if changes.get("weights") == RANDOM:
@@ -403,9 +323,11 @@ def resolve(recipe: Mapping[str, Any], options: Mapping[str, Any]) -> TrainOptio
     if changes.keys() & {"stride", "keep_layers"}:
         base["compare_strides"] = False
     merged = {**base, **changes}
+    head = merged.get("head", "opal")
+    if head != "opal" and (others := sorted(_HEAD_OPTIONS & merged.keys())):
+        raise UsageError(f"the {head} head has no {', '.join(others)}; leave them out, or train the OPAL head")
     backbone = merged.get("backbone", TrainOptions.backbone)
     if merged.get("weights", "imagenet") == "imagenet":
-        check_network(backbone)
         merged["weights"] = default_weights(backbone)
     resolved = TrainOptions(**merged)
     resolved.check()

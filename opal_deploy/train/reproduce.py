@@ -6,7 +6,6 @@ runs. Metrics are in per cent, differences in percentage points. Imports no torc
 
 from __future__ import annotations
 
-import os
 import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -21,8 +20,8 @@ from opal_deploy.datasets.registry import DATASET_NAMES, read_dataset
 from opal_deploy.errors import OpalError, StoppedEarly, UsageError
 from opal_deploy.evaluation.api import evaluate_model
 from opal_deploy.logs import Log, Progress
-from opal_deploy.train.api import train_model
-from opal_deploy.train.options import default_weights
+from opal_deploy.train.api import is_main_process, train_model
+from opal_deploy.train.options import default_weights, flatten_sections
 
 PAPER: dict[str, Any] = tomllib.loads((resources.files("opal_deploy.train") / "paper.toml").read_text("utf-8"))
 _SIDES = ("ours", "paper")
@@ -35,7 +34,7 @@ _METRICS = {
     "stability": (_PARTS, "prototype_stability"),
 }
 # these change how fast and where a run computes, not what
-_MACHINE_OPTIONS = ("device", "workers", "compile", "cache_megabytes", "save_every", "tensorboard")
+_MACHINE_OPTIONS = ("device", "workers", "cache_megabytes", "tensorboard")
 
 
 @dataclass(frozen=True)
@@ -122,8 +121,8 @@ def make_plan(
         sections = {} if recipe == "paper" else read_toml(Path(recipe), "surrogateescape")
     except (OSError, ValueError) as error:
         raise UsageError(f"--recipe {recipe}: cannot be read ({error}); give paper or a .toml file") from None
-    # `train_model` checks the sections
-    values = {key: value for keys in sections.values() if isinstance(keys, dict) for key, value in keys.items()}
+    # `train_model` checks the keys
+    values = flatten_sections(sections)
     names = sorted(datasets or table["datasets"], key=[*table["datasets"], *datasets].index)
     runs = [Run(dataset, row, seed, out / dataset / f"{row.folder(values)}-seed{seed}",
                 {"recipe": values, "options": row.keywords(), "seed": seed})
@@ -170,11 +169,6 @@ def train_runs(plan: Plan, folders: Mapping[str, Path], recipe: str, progress: P
             failures.append(type(error)(f"{run}: {error}"))
             log(f"failed: {failures[-1]}")
     return failures
-
-
-def is_main_process() -> bool:
-    """Return whether this process prints and writes; under torchrun every process trains."""
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 def _read(path: Path, *numbers: str) -> dict[str, Any]:

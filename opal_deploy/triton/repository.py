@@ -126,11 +126,10 @@ def _read_tensor_model(path: Path) -> TensorModel:
         sidecar = check_engine(path)
         reasons = {
             "is of TensorRT for RTX, which Triton does not run": sidecar.builder["name"] != "tensorrt",
-            "has no weights": bool(sidecar.options.get("strip_weights")),
             f"has a smallest batch of {sidecar.batch.min}, and Triton sends single images": sidecar.batch.min > 1,
         }
         if problem := next((reason for reason, applies in reasons.items() if applies), ""):
-            advice = "give the ONNX file, or build an engine with --builder tensorrt, weights and batches from 1"
+            advice = "give the ONNX file, or build an engine with --builder tensorrt and batches from 1"
             raise UsageError(f"{path}: the engine {problem}; {advice}")
         details = {"tensorrt": str(sidecar.builder["version"]), "target": str(sidecar.target["sm"])}
         return TensorModel("tensorrt", sidecar.batch, sidecar.metadata, str(sidecar.engine["sha256"]), details)
@@ -145,25 +144,6 @@ def _read_tensor_model(path: Path) -> TensorModel:
     return TensorModel("onnxruntime", ONNX_BATCH, metadata, compute_sha256(path), {})
 
 
-<<<<<<< HEAD
-=======
-def _read_engine(path: Path) -> TensorModel:
-    sidecar = check_engine(path)
-    if sidecar.builder["name"] != "tensorrt":
-        raise UsageError(
-            f"{path}: Triton's tensorrt backend does not run engines of TensorRT for RTX; give the ONNX file, or a "
-            "TensorRT engine (export --trt --builder tensorrt)"
-        )
-    if sidecar.batch.min > 1:
-        raise UsageError(
-            f"{path}: the engine's smallest batch is {sidecar.batch.min}, and Triton also sends single images; build "
-            f"one with --batch 1:{sidecar.batch.opt}:{sidecar.batch.max}"
-        )
-    details = {"tensorrt": str(sidecar.builder["version"]), "target": str(sidecar.target["sm"])}
-    return TensorModel("tensorrt", sidecar.batch, sidecar.metadata, str(sidecar.engine["sha256"]), details)
-
-
->>>>>>> cut-g
 def _is_ours(model: Path) -> bool:
     try:
         return f'key: "{MODEL_SHA256}"' in (model / CONFIG).read_text("utf-8")

@@ -4,7 +4,6 @@ import errno
 import itertools
 
 import numpy as np
-import torch
 from PIL import Image
 from scipy.io import savemat
 
@@ -111,35 +110,6 @@ def write_dogs(root):
     return root
 
 
-# the devkit's order is its own, not the alphabet's
-CARS = ["Volvo C30 Hatchback 2012", "AM General Hummer SUV 2000"]
-
-
-def annotate_cars(path, rows):
-    """As the official files: a 1 x N struct array."""
-    fields = ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2", "class", "fname")
-    table = np.empty((1, len(rows)), dtype=[(field, object) for field in fields])
-    for i, (name, label) in enumerate(rows):
-        table[0, i] = (1, 1, 9, 9, np.uint8(label), name)
-    savemat(path, {"annotations": table})
-
-
-def write_cars(root):
-    """Two models with five training images and one test image each."""
-    (root / "devkit").mkdir(parents=True)
-    train = [(f"{i + 1:05}.jpg", 1 + i % 2) for i in range(10)]
-    test = [("00001.jpg", 2), ("00002.jpg", 1)]
-    for split, rows in (("train", train), ("test", test)):
-        for name, _ in rows:
-            draw(root / f"cars_{split}" / name)
-    names = np.empty((1, 2), dtype=object)
-    names[0, :] = CARS
-    savemat(root / "devkit" / "cars_meta.mat", {"class_names": names})
-    annotate_cars(root / "devkit" / "cars_train_annos.mat", train)
-    annotate_cars(root / "cars_test_annos_withlabels.mat", test)
-    return root
-
-
 # in the order of the class ids, which is not that of upper and lower case letters
 PETS = ["Abyssinian", "american_bulldog", "Bengal"]
 
@@ -179,44 +149,12 @@ def write_dtd(root):
 SCENES = ["/a/abbey", "/a/apartment_building/outdoor", "/b/bakery/shop"]
 
 
-def write_sun397_partition(place, number, scenes=SCENES):
-    """Five training images and one test image of each scene, from image `number` - 1 on."""
-    for split, numbers in (("Training", range(5)), ("Testing", range(5, 6))):
-        lines = [f"{scene}/sun_{(number - 1 + i) % 8}.jpg\r" for scene in scenes for i in numbers]
-        write_lines(place / f"{split}_{number:02}.txt", lines)
-
-
 def write_sun397(root):
-    """Three scenes of eight images, and two partitions."""
+    """Three scenes of eight images."""
     for scene in SCENES:
         for i in range(8):
             draw(root / scene[1:] / f"sun_{i}.jpg")
     write_lines(root / "ClassName.txt", SCENES)
-    for number in (1, 4):
-        write_sun397_partition(root, number)
-    return root
-
-
-WNIDS = ["n01440764", "n02119789"]
-WNID_NAMES = ["n01440764 tench", "n02119789 kit fox"]
-
-
-def write_imagenet(root):
-    """Two classes of five training images and two validation images, with torchvision's digest of the devkit."""
-    for split, count in (("train", 5), ("val", 2)):
-        for wnid in WNIDS:
-            for i in range(count):
-                draw(root / split / wnid / f"{wnid}_{i}.JPEG")
-    names = {WNIDS[0]: ("tench", "Tinca tinca"), WNIDS[1]: ("kit fox", "Vulpes macrotis")}
-    torch.save((names, WNIDS), root / "meta.bin")
-    return root
-
-
-def write_caltech101(root):
-    """Two classes of ten images, and the background."""
-    for name in ("accordion", "Faces", "BACKGROUND_Google"):
-        for i in range(1, 11):
-            draw(root / "101_ObjectCategories" / name / f"image_{i:04}.jpg")
     return root
 
 

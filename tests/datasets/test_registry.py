@@ -27,17 +27,9 @@ def test_missing_or_empty_folder_is_one_line(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "partition", "message"),
-    [
-        ("dtd", 0, "1 to 10"),
-        ("sun397", 11, "1 to 10"),
-        ("cub", 2, "for dtd, sun397"),
-    ],
-)
-def test_partition_that_does_not_exist(tmp_path, name, partition, message):
-    with pytest.raises(UsageError, match=message):
-        read_dataset(tmp_path, name, partition=partition)
+def test_partition_that_does_not_exist(tmp_path):
+    with pytest.raises(UsageError, match="1 to 10"):
+        read_dataset(tmp_path, "dtd", partition=0)
 
 
 def test_name_overrules_the_files(tmp_path):
@@ -45,24 +37,16 @@ def test_name_overrules_the_files(tmp_path):
     assert read_dataset(tmp_path, "imagefolder").class_names == ["a", "b", "images"]
 
 
-def test_parent_of_several_data_sets(tmp_path):
-    write_cub(tmp_path / "CUB_200_2011")
-    (tmp_path / "caltech101" / "101_ObjectCategories").mkdir(parents=True)
-    with pytest.raises(UsageError, match=r"several data sets \(cub in .*, caltech101 in .*\); choose one"):
+def test_a_folder_that_looks_like_several_data_sets(tmp_path):
+    (write_cub(tmp_path) / "101_ObjectCategories").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"\(cub, caltech101\)"):
         read_dataset(tmp_path)
     assert read_dataset(tmp_path, "cub").layout == "cub"
 
 
-@pytest.mark.parametrize(
-    ("call", "file"),
-    [("open", "images.txt"), ("is_file", "images.txt"), ("read_text", "classes.txt"), ("iterdir", "val")],
-)
+@pytest.mark.parametrize(("call", "file"), [("open", "images.txt"), ("read_text", "classes.txt")])
 def test_unreadable_file_is_one_line(tmp_path, monkeypatch, call, file):
-    if file == "val":
-        for split in ("train", "val"):
-            write_class_folders(tmp_path / split)
-    else:
-        write_cub(tmp_path)
+    write_cub(tmp_path)
     deny(monkeypatch, Path, call, file)
     with pytest.raises(UsageError, match=rf"\A.*{file}: cannot be read \(Permission denied\); .*\Z"):
         read_dataset(tmp_path)
@@ -70,7 +54,7 @@ def test_unreadable_file_is_one_line(tmp_path, monkeypatch, call, file):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_too_few_images_to_split_name_their_folder(tmp_path, count):
-    with pytest.raises(UsageError, match=rf"^{tmp_path}: no validation split"):
+    with pytest.raises(UsageError, match=rf"^{tmp_path}: no stratified split"):
         read_dataset(write_class_folders(tmp_path, count=count))
 
 

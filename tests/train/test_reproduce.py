@@ -20,8 +20,11 @@ SOURCE = Path(__file__).parents[2].parent / "shared" / "paper" / "opal.tex"
 # a figure, with its standard deviation where it has one; differences to the baseline begin with an arrow instead
 FIGURE = re.compile(r"(\d+\.\d)\}?\s*(?:\{\\tiny\$\\pm\$(\d+\.\d)\})?")
 RECIPE = f"""
-model = {{ backbone = "{SMALL_BACKBONE}", weights = "none", input_size = [64, 64] }}
-training = {{ epochs = 2, batch_size = 6 }}
+backbone = "{SMALL_BACKBONE}"
+weights = "none"
+size = [64, 64]
+epochs = 2
+batch_size = 6
 """
 
 
@@ -74,7 +77,7 @@ def test_a_row_is_resumed_then_kept_and_refused_with_other_options(call, tmp_pat
     written = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert json.loads(call(*row).stdout) == document
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == written
-    (tmp_path / "small.toml").write_text(RECIPE.replace("epochs", "lr = 1.0, epochs"))
+    (tmp_path / "small.toml").write_text(RECIPE + "lr = 1.0")
     done = call(*row)
     assert done.exit_code == ExitCode.USAGE
     assert "lr was 0.0001 and is 1.0" in done.stderr
@@ -95,13 +98,6 @@ def test_a_run_that_fails_does_not_stop_the_others(call, monkeypatch):
     assert _line(done.stdout, "Proj.+GMP+CWS") == "Proj.+GMP+CWS+Orth. (OPAL) 50.0 -"
 
 
-def test_a_dry_run_lists_every_run_and_trains_none(tmp_path):
-    done = CliRunner().invoke(app, ["reproduce", "prototypes", "--dry-run", "--seeds", "0,1", "--out", str(tmp_path)])
-    assert len(done.stdout.splitlines()) == 5 * 5 * 2
-    assert "50 runs, 50 to do" in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_table_about_parts_needs_parts_before_anything_is_trained(call, tmp_path):
     assert "needs part locations" in call("parts").stderr
     assert not (tmp_path / "runs").exists()
@@ -109,10 +105,8 @@ def test_a_table_about_parts_needs_parts_before_anything_is_trained(call, tmp_pa
 
 REFUSED = {
     "ablations": "expected one of methods", "ablation": "no data set", "ablation --data cub": "NAME=FOLDER",
-    "ablation --data ..=.": "NAME=FOLDER", "ablation --data a=. --data a=.": "once",
     "ablation --data cub=/no/such/folder": "no such folder", "ablation --dry-run --row m=7": "no row",
-    "ablation --recipe /no/such.toml": "cannot be read",
-    **{f"ablation --seeds {seeds}": "whole numbers" for seeds in ("a", "0,0", "0,,1", "-1", "01,1")},
+    "ablation --recipe /no/such.toml": "cannot be read", "ablation --seeds 0,0": "whole numbers",
 }  # fmt: skip
 
 
@@ -165,13 +159,6 @@ def test_mean_spread_difference_and_average_are_printed(tmp_path):
     assert [line.count("|") for line in markdown.splitlines() if "|" in line] == [10] * (2 + 10)
 
 
-def test_collapse_spreads_over_images_as_in_the_paper(tmp_path):
-    plan, key = make_plan("collapse", ["cub"], [0, 1], "paper", tmp_path), "spatial_prototype_collapse"
-    shares = {("cub", seed): {key: 0.01 + 0.02 * seed, f"{key}_std": 0.08} for seed in (0, 1)}
-    _finish(plan, "Proj.+GMP+CWS+Orth. (OPAL)", shares)
-    assert "2.0 ± 8.0" in render(plan, tabulate(plan))
-
-
 def test_departures_from_the_protocol_are_those_of_the_finished_runs(tmp_path):
     plan = make_plan("methods", ["cub"], [0], "paper", tmp_path)
     options = {"backbone": "resnet18", "epochs": None, "lr": 1e-4, "patience": 3, "workers": 2, "precision": "auto"}
@@ -185,7 +172,7 @@ def test_departures_from_the_protocol_are_those_of_the_finished_runs(tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"test_accuracy": [1]}', '{"test_accuracy": 1' + "0" * 400 + "}"])
+@pytest.mark.parametrize("text", ["{", '{"test_accuracy": [1]}'])
 def test_a_damaged_summary_is_named(tmp_path, text):
     plan = make_plan("methods", ["cub"], [0], "paper", tmp_path)
     _finish(plan, "OPAL", {("cub", 0): {}})

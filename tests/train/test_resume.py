@@ -44,15 +44,15 @@ def outcome(out):
     return known
 
 
-def interrupted(squares, out, options=OPTIONS):
-    """Return the folder of a run that ended after its first epoch."""
+def interrupted(squares, out, options=OPTIONS, *, after=1, **changes):
+    """Return the folder of a run that ended after an epoch."""
 
     def interrupt(line):
-        if line.startswith("epoch 1"):
+        if line.startswith(f"epoch {after}/"):
             raise Killed
 
     with pytest.raises(Killed):
-        fit(squares, options, out, log=interrupt)
+        fit(squares, options, out, log=interrupt, **changes)
     return out
 
 
@@ -75,8 +75,8 @@ def ended(_ended, tmp_path):
     return Path(shutil.copytree(_ended, tmp_path / "run"))
 
 
-# the first best.pt, the first and second last.pt, best.pt of the whole run, last.pt without its state
-@pytest.mark.parametrize("write", [1, 2, 3, 4, 5])
+# the first best.pt, the first and second last.pt, best.pt of the whole run
+@pytest.mark.parametrize("write", [1, 2, 3, 4])
 def test_ending_before_any_write_and_resuming_ends_bit_identical(squares, whole, tmp_path, monkeypatch, write):
     done, save, run = 0, checkpoints.save, tmp_path / "run"
 
@@ -104,7 +104,7 @@ def test_ending_before_any_write_and_resuming_ends_bit_identical(squares, whole,
         {"backbone": "efficientnet_b0", "batch_size": 4},
         {
             "backbone": "shufflenet_v2_x0_5", "stride": 8, "keep_layers": True, "schedule": "cosine",
-            "agreement": 0.3, "adversarial": 0.5,
+            "adversarial": 0.5,
         },
     ],
     ids=["dropout and stochastic depth", "a schedule and every term of the loss"],
@@ -122,56 +122,39 @@ def test_random_numbers_go_on_from_where_they_were(squares, tmp_path, options):
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
-def test_resuming_a_finished_run_gives_its_result_and_touches_nothing(squares, whole):
-    before = {path.name: path.stat().st_mtime_ns for path in whole.iterdir()}
+def test_resuming_a_finished_run_gives_its_result(squares, whole):
+    before = outcome(whole)
     result = fit(squares, OPTIONS, whole, resume=True)
-    assert {path.name: path.stat().st_mtime_ns for path in whole.iterdir()} == before
+    assert outcome(whole) == before
     assert result.test.accuracy == json.loads((whole / "summary.json").read_text())["test_accuracy"]
     assert [record.epoch for record in result.epochs] == [1, 2]
-    assert "resume" not in torch.load(whole / "last.pt", weights_only=True)
 
 
-def test_a_finished_run_is_read_on_a_machine_that_would_compute_otherwise(squares, tmp_path):
-    options = replace(OPTIONS, epochs=1)
-    fit(squares, options, tmp_path)
-    # what `auto` stands for on a CPU
-    assert fit(squares, replace(options, precision="fp32"), tmp_path, resume=True).best_epoch == 1
-    for name in ("best.pt", "last.pt"):
-        raw = torch.load(tmp_path / name, weights_only=True)
-        raw["training"] |= {"precision": "bf16", "processes": 4, "device": "cuda:0"}
-        torch.save(raw, tmp_path / name)
-    assert fit(squares, options, tmp_path, resume=True).best_epoch == 1
-    with pytest.raises(UsageError, match='precision was "bf16" and is "fp32"'):
-        fit(squares, replace(options, precision="fp32"), tmp_path, resume=True)
-
-
-def test_more_epochs_may_be_asked_for_while_a_run_is_unfinished(squares, whole, tmp_path):
-    interrupted(squares, tmp_path / "run", replace(OPTIONS, epochs=1))
+def test_more_epochs_may_be_asked_for(squares, whole, tmp_path):
+    fit(squares, replace(OPTIONS, epochs=1), tmp_path / "run")
+    interrupted(squares, tmp_path / "run", after=2, resume=True)
+    assert not (tmp_path / "run" / "summary.json").exists()
     fit(squares, OPTIONS, tmp_path / "run", resume=True)
     assert outcome(tmp_path / "run") == outcome(whole)
 
 
-def test_another_versions_plan_changes_no_run_that_goes_on():
-    options = replace(OPTIONS, epochs=None, batch_size=None)
-    # an earlier version had an option more
-    stored = {"batch_size": 7, "epochs": 5, "options": {**options.to_config(), "save_every": 3}}
-    assert options.plan_epochs(100, stored) == (7, 5) != options.plan_epochs(100)
-    assert not describe_differences(stored, {"options": replace(options, batch_size=7, epochs=5).to_config()})
-    assert OPTIONS.plan_epochs(100, stored) == (OPTIONS.batch_size, OPTIONS.epochs)
+def test_options_of_other_versions_change_no_run_that_goes_on():
+    config = {"options": OPTIONS.to_config(), "fingerprint": "", "start": None, "processes": 1, "precision": "fp32"}
+    earlier = {**config["options"], "save_every": 3}
+    del earlier["adversarial"]
+    assert not describe_differences({**config, "options": earlier}, config)
+    assert describe_differences({**config, "options": {**earlier, "lr": 7.0}}, config) == ["lr was 7.0 and is 0.001"]
 
 
-def test_another_run_is_refused_with_what_differs(squares, whole, tmp_path):
+def test_another_run_is_refused_with_what_differs(squares, whole):
     for data, options, message in (
         (squares, {"lr": 2e-3}, r"lr was 0\.001 and is 0\.002"),
         (replace(squares, train=squares.train[1:]), {}, "images, labels"),
-        (squares, {"epochs": 5}, "cannot be extended to 5"),
+        (squares, {"epochs": 1}, "2 epochs are done"),
         (squares, {"overwrite": True}, "only one"),
     ):
         with pytest.raises(UsageError, match=message):
             fit(data, replace(OPTIONS, **options), whole, resume=True)
-    (tmp_path / "last.pt").write_bytes((whole / "last.pt").read_bytes())
-    with pytest.raises(UsageError, match="no training state"):
-        fit(squares, OPTIONS, tmp_path, resume=True)
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_and_can_be_resumed(squares, whole, tmp_path):
@@ -185,7 +168,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_can_be_resumed(squares, wh
             resource.setrlimit(resource.RLIMIT_FSIZE, (len(kept[0]) // 3, before[1]))
 
     try:
-        with pytest.raises(StoppedEarly, match=r"last\.pt: cannot be written .*make room"):
+        with pytest.raises(StoppedEarly, match="make room"):
             fit(squares, OPTIONS, out, log=fill_the_disk)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -196,31 +179,17 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_can_be_resumed(squares, wh
     assert outcome(out) == outcome(whole)
 
 
-def test_the_checkpoint_counts_and_not_the_record_beside_it(squares, ended, tmp_path):
-    other = interrupted(squares, tmp_path / "other", replace(OPTIONS, seed=5))
-    (ended / "last.pt").write_bytes((other / "last.pt").read_bytes())
-    with pytest.raises(UsageError, match="seed was 5 and is 0"):
-        fit(squares, OPTIONS, ended, resume=True)
-
-
 @pytest.mark.parametrize(
     "damage",
-    [{"resume": 3}, {"resume": {}}, {"random": []}, {"optimizer": {}}, {"progress": {"epoch": 1}}, {"state_dict": {}}],
+    [{"resume": 3}, {"random": []}, {"optimizer": {}}, {"progress": {"epoch": 1}}],
     ids=str,
 )
 def test_a_damaged_state_is_one_line(squares, ended, damage):
     raw = torch.load(ended / "last.pt", weights_only=True)
     is_top = "resume" in damage or "state_dict" in damage
     torch.save({**raw, **(damage if is_top else {"resume": {**raw["resume"], **damage}})}, ended / "last.pt")
-    with pytest.raises(UsageError, match=r"last\.pt: its training state is damaged"):
+    with pytest.raises(UsageError, match="damaged"):
         fit(squares, OPTIONS, ended, resume=True)
-
-
-@pytest.mark.parametrize("text", ["[]", "{", '{"options": null}'])
-def test_a_damaged_record_without_a_checkpoint_is_one_line(squares, tmp_path, text):
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UsageError, match="another --out, or --overwrite"):
-        fit(squares, OPTIONS, tmp_path, resume=True)
 
 
 def test_a_second_process_in_the_same_folder_is_refused(squares, tmp_path):
@@ -236,13 +205,6 @@ def test_a_second_process_in_the_same_folder_is_refused(squares, tmp_path):
     fit(squares, replace(OPTIONS, epochs=1), tmp_path, log=meanwhile)
     assert len(refused) == 2
     assert not (tmp_path / ".lock").exists()
-
-
-def test_what_killed_writers_left_is_taken_away(squares, ended):
-    (ended / ".last.pt.abc123.part.pt").write_bytes(b"half")
-    (ended / ".mine.part").write_bytes(b"not ours")
-    fit(squares, OPTIONS, ended, resume=True)
-    assert {path.name for path in ended.iterdir() if path.name.startswith(".")} == {".mine.part"}
 
 
 def test_kill_9_and_resume_from_the_command_line(opal, squares, tmp_path):

@@ -8,8 +8,6 @@ import torch
 from opal_deploy.editing.api import edit_model
 from opal_deploy.errors import UsageError
 from opal_deploy.model import checkpoint
-from opal_deploy.train.network import describe_run
-from opal_deploy.train.options import TrainOptions
 from tests.builders import SMALL_BACKBONE
 from tests.train.fitting import fit, small
 
@@ -48,26 +46,6 @@ def test_all_layers_go_on_and_dropped_slots_stay_dropped(squares, runs, tmp_path
     assert "a stamp" in shown
 
 
-def test_the_line_on_a_run_names_a_gpu_and_its_precision():
-    config = {"weights": None, "start": {}, "batch_size": 16, "device": "cpu", "precision": "fp32"}
-    options = TrainOptions(backbone="resnet18", stride=16, start_from="a.pt")
-    on_gpu = describe_run(options, {**config, "device": "cuda:0", "precision": "bf16"}, 3)
-    assert on_gpu.startswith("training resnet18 at stride 16 on cuda:0 in bf16, from a.pt, ")
-    assert on_gpu.replace(" on cuda:0 in bf16", "") == describe_run(options, config, 3)
-
-
-def test_a_run_starts_where_the_other_ended(squares, runs, tmp_path):
-    # steps too small to change a float32
-    result = continued(squares, runs, tmp_path / "run", lr=1e-30, freeze_backbone=True)
-    assert changed_keys(checkpoint.load(runs / "edited.pt"), result) == set()
-
-
-def test_a_frozen_backbone_keeps_weights_and_batch_statistics(squares, runs, tmp_path, opal):
-    result = continued(squares, runs, tmp_path / "run", freeze_backbone=True)
-    assert changed_keys(checkpoint.load(runs / "edited.pt"), result) == {"head"}
-    assert "backbone frozen" in opal("inspect", tmp_path / "run" / "best.pt").stderr
-
-
 def test_a_reset_slot_has_new_weights_and_the_others_their_own(squares, runs, tmp_path, opal):
     edited = checkpoint.load(runs / "edited.pt")
     result = continued(squares, runs, tmp_path / "run", lr=1e-30, reset_dropped=True)
@@ -86,33 +64,29 @@ def test_a_run_is_resumed_only_from_the_same_start(squares, runs, tmp_path):
     again = fit(squares, options, tmp_path / "run", resume=True)
     assert again.val == done.val
     edit_model(runs / "first" / "best.pt", drop=["red/1"], out=path, overwrite=True, log=print)
-    with pytest.raises(UsageError, match="the checkpoint of --start-from has changed"):
+    with pytest.raises(UsageError, match="start-from"):
         fit(squares, options, tmp_path / "run", resume=True)
 
 
-REFUSED = [
-    (["--start-from", "nowhere.pt"], "nowhere.pt: no such checkpoint"),
-    (["--start-from", "model.onnx"], "only checkpoints can be trained"),
-    (["--start-from", "{0}/edited.pt", "--stride", "16"], "stride is None there and 16 here"),
-    (["--start-from", "{0}/edited.pt", "--prototypes", "3"], "prototypes_per_class is 2 there and 3 here"),
-    (["--start-from", "{0}/edited.pt", "--backbone", "resnet18"], f"backbone is {SMALL_BACKBONE} there"),
-    (["--start-from", "{0}/edited.pt", "--head", "plain"], "--start-from"),
-    (["--start-from", "{0}/first/best.pt", "--reset-dropped"], "was dropped; leave it out"),
-    (["--freeze-backbone"], "add --start-from CHECKPOINT"),
-]
+REFUSED = {
+    "--start-from nowhere.pt": "no such checkpoint",
+    "--start-from {0}/edited.pt --prototypes 3": "prototypes_per_class is 2 there and 3 here",
+    "--start-from {0}/edited.pt --backbone resnet18": f"backbone is {SMALL_BACKBONE} there",
+    "--start-from {0}/first/best.pt --reset-dropped": "was dropped",
+    "--reset-dropped": "add --start-from",
+}
 
 
-@pytest.mark.parametrize(("arguments", "expected"), REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
-def test_another_network_is_refused_in_one_line(squares, runs, tmp_path, opal, arguments, expected):
-    given = [each.format(runs) for each in arguments]
-    options = ("--recipe", runs / "first" / "recipe.toml")
-    done = opal("train", squares.root, *options, *given, "--out", tmp_path / "run")
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_another_network_is_refused_in_one_line(squares, runs, tmp_path, opal, arguments):
+    options = ("--recipe", runs / "first" / "recipe.toml", *arguments.format(runs).split())
+    done = opal("train", squares.root, *options, "--out", tmp_path / "run")
     assert done.returncode == 2
-    assert expected in done.stderr
+    assert REFUSED[arguments] in done.stderr
     assert not (tmp_path / "run").exists()
 
 
 def test_other_classes_are_refused(squares, runs, tmp_path):
     other = replace(squares, class_names=["blue", "green", "rot"])
-    with pytest.raises(UsageError, match="number 3 is 'red' in the model and 'rot' in the data set"):
+    with pytest.raises(UsageError, match="rot"):
         fit(other, replace(OPTIONS, start_from=str(runs / "edited.pt")), tmp_path / "run")

@@ -88,12 +88,7 @@ def test_a_failed_write_leaves_the_old_models(exact_model, opal, tmp_path, monke
     [
         ({}, None),
         ({"builder": {"name": "tensorrt-rtx", "version": "1.7.0", "cuda": 13}}, "TensorRT for RTX"),
-<<<<<<< HEAD
         ({"options": {"batch": [4, 4, 4]}}, "smallest batch"),
-        ({"options": {"batch": [1, 2, 4], "strip_weights": True}}, "weights"),
-=======
-        ({"options": {"batch": [4, 4, 4]}}, "smallest batch is 4"),
->>>>>>> cut-g
     ],
 )
 def test_an_engine_is_served_within_its_batch_sizes_or_refused(changes, reason, exact_model, opal, tmp_path):

@@ -1,0 +1,203 @@
+"""Published data sets with lists of their own; nothing is downloaded, no image is opened.
+
+    dogs         Stanford Dogs          Images/, Annotation/, train_list.mat, test_list.mat (or in lists/); cropped to
+                                        the dog's box, to the first of several
+    cars         Stanford Cars          devkit/, cars_train/, cars_test/, cars_test_annos_withlabels.mat
+    pets         Oxford-IIIT Pets       images/, annotations/; `trainval` is trained on
+    flowers      Oxford Flowers-102     jpg/, setid.mat, imagelabels.mat
+    dtd          Describable Textures   images/, labels/; ten partitions
+    imagenet     ImageNet-1K            train/<wnid>/, val/<wnid>/, and ILSVRC2012_devkit_t12.tar.gz or the meta.bin
+                                        that torchvision makes of it; the official validation images are for testing
+    caltech101   Caltech-101            101_ObjectCategories/<class>/image_<nnnn>.jpg; NO official split
+    sun397       SUN397                 ClassName.txt, <letter>/<scene>/; its ten official partitions are not read
+
+All but Stanford Dogs are read by torchvision's own classes, with their class names; ImageNet's begin with the wnid,
+since two of its classes are called "crane". torchvision writes ImageNet's meta.bin next to the devkit.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from opal_deploy.datasets.boxes import ANNOTATION_ERRORS, read_annotation
+from opal_deploy.datasets.image_folder import subfolders
+from opal_deploy.datasets.samples import (
+    ADVICE,
+    SPLIT_FRACTION,
+    SPLIT_SEED,
+    Adapter,
+    Listing,
+    Sample,
+    build_listing,
+    missing_files,
+    shorten_list,
+    stratified_split,
+)
+from opal_deploy.errors import UsageError, require
+
+
+def _read_dogs(folder: Path) -> Listing:
+    """Read lists and boxes; annotations that are missing or damaged become a problem."""
+    splits = {split: _read_dogs_list(folder, f"{split}_list.mat") for split in ("train", "test")}
+    breeds = sorted({(sample.label, sample.path.parent.name) for samples in splits.values() for sample in samples})
+    if [label for label, _ in breeds] != list(range(len(breeds))):
+        raise UsageError(f"{folder}: the lists' class ids and folders are not one to one; {ADVICE}")
+    faults: list[str] = []
+
+    def add_box(sample: Sample) -> Sample:
+        name = "/".join(sample.path.with_suffix("").parts[-2:])
+        try:
+            return replace(sample, box=read_annotation(folder / "Annotation" / name)[0])
+        except ANNOTATION_ERRORS as error:
+            # of a missing image, only the image is reported
+            faults.extend([f"{name} ({error})"] if sample.path.is_file() else [])
+            return sample
+
+    splits = {split: [*map(add_box, samples)] for split, samples in splits.items()}
+    listing = build_listing("dogs", folder, [name for _, name in breeds], splits, crop="boxes")
+    if faults:
+        listing.problems.append(f"annotations missing or without a readable box: {shorten_list(faults)}")
+    return listing
+
+
+def _read_dogs_list(folder: Path, name: str) -> list[Sample]:
+    path = folder / "lists" / name if (folder / "lists" / name).is_file() else folder / name
+    require("scipy", "train", f"reading {path}")
+    from scipy.io import loadmat
+
+    try:
+        table = loadmat(path, squeeze_me=True)
+        rows = zip(np.atleast_1d(table["file_list"]), np.atleast_1d(table["labels"]), strict=True)
+        return [Sample(folder / "Images" / str(file), int(label) - 1) for file, label in rows]
+    except Exception as error:  # SciPy's reader raises nearly anything for a damaged file
+        text = " ".join(str(error).split())
+        raise UsageError(f"{path}: not a Matlab file with file_list and as many labels ({text}); {ADVICE}") from None
+
+
+def _read_lists(
+    name: str, class_name: str, own_name: str, splits: Mapping[str, str], folder: Path, partition: int | None = None
+) -> Listing:
+    """Read a data set with a class of torchvision.datasets.
+
+    Args:
+        name, class_name: our name of the data set, and torchvision's class.
+        own_name: the folder in its root that torchvision reads; a link of this name leads to the user's folder.
+        splits: our names of the splits to torchvision's; an empty name for a class without splits.
+        folder, partition: see `Adapter.read`.
+
+    Raises:
+        UsageError: torchvision cannot read the lists, or they name different classes.
+    """
+    for package in ("torchvision", "scipy"):
+        require(package, "train", f"reading {folder}")
+    import torchvision.datasets
+
+    listed: dict[str, list[Sample]] = {}
+    names: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory(prefix="opal-deploy-") as root:
+        link = Path(root, own_name)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(folder.resolve())
+        for split, official in splits.items():
+            options = {"split": official, "partition": partition}
+            try:
+                dataset = getattr(torchvision.datasets, class_name)(
+                    str(link if class_name == "ImageNet" else root),
+                    **{option: value for option, value in options.items() if value},
+                )
+                names[split], samples = _list_samples(dataset, link)
+            except Exception as error:  # torchvision and SciPy raise nearly anything for a damaged list
+                text = " ".join(str(error).split()).split(" You can use download")[0]
+                # the temporary folder is gone when somebody looks for it
+                text = text.replace(str(link), str(folder)).rstrip(".")
+                raise UsageError(
+                    f"{folder}: torchvision cannot read its {official or 'lists'} ({text}); {ADVICE}"
+                ) from None
+            listed[split] = [Sample(folder / Path(path).relative_to(link), int(label)) for path, label in samples]
+    labels = {sample.label for sample in listed["train"]}
+    # torchvision numbers the names that it meets: a class that one list lacks would rename all after it
+    if any(of_split != names["train"] for of_split in names.values()) or (
+        labels != {*range(len(names["train"]))} and name == "pets"
+    ):
+        raise UsageError(f"{folder}: its lists have different classes, or a class id without a class; {ADVICE}")
+    listing = build_listing(name, folder, names["train"], listed)
+    return listing if "test" in splits else _split_off_test(listing)
+
+
+def _list_samples(dataset: Any, link: Path) -> tuple[list[str], Iterable[tuple[str | Path, int]]]:
+    """Return names and samples, which torchvision's classes keep in different, mostly private, attributes."""
+    if hasattr(dataset, "categories"):  # Caltech-101
+        names, labels = dataset.categories, dataset.y
+        files = [f"{names[label]}/image_{number:04}.jpg" for number, label in zip(dataset.index, labels, strict=True)]
+        return names, [(link / "101_ObjectCategories" / file, y) for file, y in zip(files, labels, strict=True)]
+    if hasattr(dataset, "wnids"):  # ImageNet
+        names = [f"{wnid} {words[0]}" for wnid, words in zip(dataset.wnids, dataset.classes, strict=True)]
+        return names, [(path, label) for path, label in dataset.imgs if not Path(path).name.startswith(".")]
+    if hasattr(dataset, "_samples"):
+        return dataset.classes, dataset._samples
+    files = dataset._image_files if hasattr(dataset, "_image_files") else dataset._images
+    return dataset.classes, zip(files, dataset._labels, strict=True)
+
+
+def _split_off_test(listing: Listing) -> Listing:
+    """Set a stratified fifth aside for testing, where torchvision's class has no split."""
+    data = listing.data
+    parts = stratified_split([sample.label for sample in data.train], data.class_names, root=data.root)
+    train, test = ([data.train[i] for i in part] for part in parts)
+    warning = (
+        f"no official split: the test split is a stratified {SPLIT_FRACTION:.0%} of each class (seed {SPLIT_SEED}); "
+        "results cannot be compared with published ones"
+    )
+    return replace(listing, data=replace(data, train=train, test=test, warnings=[warning]))
+
+
+def _is_imagenet(folder: Path) -> bool:
+    """Return whether train/ lies next to a devkit, or has all of the thousand wnids; Imagenette is an ImageFolder."""
+    if not missing_files(folder, "train/", _DEVKIT):
+        return True
+    return not missing_files(folder, "train/", "val/") and len(subfolders(folder / "train")) == 1000
+
+
+_DEVKIT = "meta.bin|ILSVRC2012_devkit_t12.tar.gz"
+_TRAIN_TEST = {"train": "train", "test": "test"}
+_PETS = {"train": "trainval", "test": "test"}
+_IMAGENET = {"train": "train", "test": "val"}
+_ALL = {"train": "train", "val": "val", "test": "test"}
+_DOGS_FILES = ("Images/", "Annotation/", "train_list.mat|lists/train_list.mat", "test_list.mat|lists/test_list.mat")
+_CARS_FILES = ("devkit/", "cars_train/", "cars_test/", "cars_test_annos_withlabels.mat")
+_PETS_FILES = ("images/", "annotations/trainval.txt", "annotations/test.txt")
+
+
+def _torchvision(
+    name: str,
+    title: str,
+    class_name: str,
+    own_name: str,
+    splits: Mapping[str, str],
+    files: tuple[str, ...],
+    **more: Any,
+) -> Adapter:
+    return Adapter(name, title, partial(_read_lists, name, class_name, own_name, splits), files, **more)
+
+
+DOGS = Adapter("dogs", "Stanford Dogs", _read_dogs, _DOGS_FILES)
+TORCHVISION_DATASETS = (
+    _torchvision("cars", "Stanford Cars", "StanfordCars", "stanford_cars", _TRAIN_TEST, _CARS_FILES),
+    _torchvision("pets", "Oxford-IIIT Pets", "OxfordIIITPet", "oxford-iiit-pet", _PETS, _PETS_FILES),
+    _torchvision("flowers", "Oxford Flowers-102", "Flowers102", "flowers-102", _ALL,
+                 ("jpg/", "setid.mat", "imagelabels.mat")),
+    _torchvision("imagenet", "ImageNet-1K", "ImageNet", "imagenet", _IMAGENET, ("train/", "val/", _DEVKIT),
+                 is_own=_is_imagenet),
+    _torchvision("caltech101", "Caltech-101", "Caltech101", "caltech101", {"train": ""}, ("101_ObjectCategories/",)),
+    # torchvision's root holds dtd/, which holds the archive's own dtd/
+    _torchvision("dtd", "Describable Textures", "DTD", "dtd/dtd", _ALL, ("images/", "labels/train1.txt"),
+                 partitions=10),
+    _torchvision("sun397", "SUN397", "SUN397", "SUN397", {"train": ""}, ("ClassName.txt", "a/")),
+)  # fmt: skip
