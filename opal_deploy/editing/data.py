@@ -18,13 +18,12 @@ from opal_deploy.evaluation.annotations import Annotations
 from opal_deploy.evaluation.baseline import baseline_of
 from opal_deploy.evaluation.calibration import calibrate
 from opal_deploy.evaluation.inputs import has_validation_images, read_inputs
-from opal_deploy.evaluation.metrics import margins
+from opal_deploy.evaluation.metrics import RiskCurve, margins
 from opal_deploy.evaluation.session import evaluate_session
 from opal_deploy.logs import as_progress
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import Session
-from opal_deploy.statistics import compute_risk_curve
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class ScoredData:
         outputs = drop_slots(Outputs(logits, self.cells, scores, ood_score=self.ood_scores), edited)
         assert outputs.scores is not None
         best_two = margins(outputs.logits, find_values(outputs.scores, edited), edited.class_map)
-        risk = compute_risk_curve(best_two, outputs.logits.argmax(axis=1) == labels)
+        risk = RiskCurve.of(best_two, outputs.logits.argmax(axis=1) == labels)
         return replace(
             edited,
             calibration=calibrate(outputs.logits, labels).to_dict(),

@@ -26,7 +26,7 @@ def evaluate_model(model: Source, data: StrPath, options: EvaluateOptions) -> Mo
     classes.
 
     Raises:
-        MissingExtra: PyTorch, scikit-learn or Matplotlib is not installed, or Captum where Grad-CAM is measured.
+        MissingExtra: PyTorch or scikit-learn is not installed, or Captum where Grad-CAM is measured.
         UsageError: data, model and options do not fit together, or an image cannot be used.
     """
     return run_evaluation([model], data, options)[0]
@@ -34,17 +34,16 @@ def evaluate_model(model: Source, data: StrPath, options: EvaluateOptions) -> Mo
 
 @keywords(EvaluateOptions)
 def evaluate_models(models: Sequence[Source], data: StrPath, options: EvaluateOptions) -> list[ModelEvaluation]:
-    """Measure several models on one data set, and compare them; see `evaluate_model`."""
+    """Measure several models on one data set, one after another; see `evaluate_model`."""
     return run_evaluation(models, data, options)
 
 
 def run_evaluation(models: Sequence[Source], data: StrPath, options: EvaluateOptions) -> list[ModelEvaluation]:
     """Check what is installed, then measure the models; see `evaluate_model`."""
-    for package, pip_name in (("torch", None), ("sklearn", "scikit-learn"), ("matplotlib", None)):
+    for package, pip_name in (("torch", None), ("sklearn", "scikit-learn")):
         require(package, "train", "evaluation", pip_name=pip_name)
-    from opal_deploy.evaluation.inputs import EvaluatedModel
     from opal_deploy.evaluation.measure import measure_models
 
     if not models:
         raise UsageError("no model to evaluate; give at least one path or loaded model")
-    return measure_models([EvaluatedModel.of(model) for model in models], Path(data), options)
+    return measure_models(models, Path(data), options)

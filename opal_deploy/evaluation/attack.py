@@ -32,6 +32,8 @@ from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.session import ImageBatch
 
+# the largest change of a pixel, in grey levels of 255, and the gradient steps of PGD
+LEVELS, STEPS = 6, 20
 BOXES, FIELD = "outside the boxes", "outside what the cells see"
 NOISE, PGD = "random", "PGD"
 # strongest cells of Grad-CAM that count as the boxes of a model without prototypes
@@ -93,7 +95,7 @@ class Attacker:
         self, network: OpalNetwork, metadata: Metadata, options: EvaluateOptions, field: ReceptiveField | None = None
     ) -> None:
         self._network, self._metadata, self._field = network.eval(), metadata, field
-        self._levels, self._margin, self._steps = options.attack_levels, options.attack_margin, options.attack_steps
+        self._margin = options.attack_margin
         self._device = next(network.parameters()).device
         self._mean, self._std = (
             torch.tensor(values, device=self._device).reshape(1, 3, 1, 1) for values in (metadata.mean, metadata.std)
@@ -167,16 +169,15 @@ class Attacker:
 
     def _add_noise(self, clean: Tensor, free: Tensor, seeds: Sequence[Any]) -> Tensor:
         drawn = [
-            np.random.default_rng((_STREAM, *seed)).integers(-self._levels, self._levels + 1, clean.shape[1:])
-            for seed in seeds
+            np.random.default_rng((_STREAM, *seed)).integers(-LEVELS, LEVELS + 1, clean.shape[1:]) for seed in seeds
         ]
         noise = torch.from_numpy(np.stack(drawn)).to(self._device)
         return (clean + noise * free).clamp(0, 255)
 
     def _descend(self, clean: Tensor, lowest: Tensor, start: Tensor, free: Tensor, answer: _Answer) -> Tensor:
         """Return the images with the lowest objective: clean ones, which have `lowest`, or some of PGD from `start`."""
-        change, step, best = start - clean, self._levels / 4, clean
-        for number in range(self._steps + 1):
+        change, step, best = start - clean, LEVELS / 4, clean
+        for number in range(STEPS + 1):
             pixels = (clean + change).clamp(0, 255).round().requires_grad_()
             with torch.enable_grad():
                 objective = self._objective(self._explain(pixels), answer)
@@ -184,8 +185,8 @@ class Attacker:
             better = objective.detach() < lowest
             best = torch.where(better[:, None, None, None], pixels.detach(), best)
             lowest = torch.where(better, objective.detach(), lowest)
-            if number < self._steps:
-                change = (change - step * gradient.sign()).clamp(-self._levels, self._levels) * free
+            if number < STEPS:
+                change = (change - step * gradient.sign()).clamp(-LEVELS, LEVELS) * free
         return best
 
     def _objective(self, outputs: Any, answer: _Answer) -> Tensor:
@@ -284,8 +285,7 @@ def measure_attack(
             }
             kept, area = mean_with_interval(values["kept"]), float(values["area"].mean())
             outside.append(Outside(region, method, len(values["kept"]), area, kept=kept, **means))
-    levels, margin, steps = options.attack_levels, options.attack_margin, options.attack_steps
-    return Attack(len(chosen), levels, margin, steps, options.seed, outside)
+    return Attack(len(chosen), LEVELS, options.attack_margin, STEPS, options.seed, outside)
 
 
 def format_attack(attack: Attack) -> Iterator[str]:

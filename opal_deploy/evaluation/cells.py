@@ -16,9 +16,8 @@ from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.session import ImageBatch
 
-CONTRIBUTION, REVERSE, RANDOM = "contribution", "reverse", "random"
-RUNNER_UP, ANOTHER, GRAD_CAM = "runner-up", "another class", "grad-cam"
-RANKINGS = (CONTRIBUTION, REVERSE, RANDOM, RUNNER_UP, ANOTHER, GRAD_CAM)
+CONTRIBUTION, RANDOM, GRAD_CAM = "contribution", "random", "grad-cam"
+RANKINGS = (CONTRIBUTION, RANDOM, GRAD_CAM)
 
 # first words of the seeds of random cells and of the noise fill
 _STREAM, _FILL_STREAM = 11, 12
@@ -55,33 +54,21 @@ def build_rankings(
 ) -> dict[str, tuple[int, ...]]:
     """Return the cells of image `row` of a batch in the order of their removal, by ranking; empty ones are left out.
 
-    `contribution` holds the d different cells of the predicted class's slots, the others at most d. `reverse` needs at
-    least two cells. `random` draws from foreground cells that are not evidence, since removing background would be too
-    easy to beat; a small object may have fewer than d. `runner-up` and `another class` take the cells of those classes'
-    slots, evidence or not: a class that looks at the same places is a fair rival. Random cells that are not evidence
-    fill them up.
+    `contribution` holds the d different cells of the predicted class's slots, the others at most d. `random` draws from
+    foreground cells that are not evidence, since removing background would be too easy to beat; a small object may
+    have fewer than d. `grad-cam` are the peaks of its map.
 
     Args:
         foreground: bool [H * W].
         index: of the image in the split; random cells depend on `seed` and `index` only.
         heat_map: float32 [H * W], by Grad-CAM; None leaves that ranking out.
     """
-    rng = np.random.default_rng((_STREAM, seed, index))
-    classes = np.argsort(-outputs.logits[row], kind="stable")
-    evidence = evidence_cells(int(classes[0]), outputs, row, metadata)
-    d = len(evidence)
-    shuffled = [int(cell) for cell in rng.permutation(len(foreground)) if cell not in evidence]
-    foreground_cells = [cell for cell in shuffled if foreground[cell]]
-    spare = foreground_cells + [cell for cell in shuffled if not foreground[cell]]
-    rivals = {RUNNER_UP: int(classes[1])} if len(classes) > 1 else {}
-    if len(classes) > 2:
-        rivals[ANOTHER] = int(rng.choice(classes[2:]))
-    rankings = {CONTRIBUTION: evidence, REVERSE: evidence[::-1] if d > 1 else (), RANDOM: tuple(foreground_cells[:d])}
-    for name, class_id in rivals.items():
-        own = evidence_cells(class_id, outputs, row, metadata)
-        rankings[name] = (*own, *(cell for cell in spare if cell not in own))[:d]
+    evidence = evidence_cells(int(outputs.logits[row].argmax()), outputs, row, metadata)
+    shuffled = np.random.default_rng((_STREAM, seed, index)).permutation(len(foreground)).tolist()
+    others = [cell for cell in shuffled if foreground[cell] and cell not in evidence]
+    rankings = {CONTRIBUTION: evidence, RANDOM: tuple(others[: len(evidence)])}
     if heat_map is not None:
-        rankings[GRAD_CAM] = tuple(np.argsort(-heat_map, kind="stable")[:d].tolist())
+        rankings[GRAD_CAM] = tuple(np.argsort(-heat_map, kind="stable")[: len(evidence)].tolist())
     return {name: cells for name, cells in rankings.items() if cells}
 
 

@@ -11,16 +11,13 @@ Measures, each the mean over creatures:
     single_deletion         Spearman's correlation of importance with the drop of the logit without the part, -1 ... 1
     deletion                the answer changes without the named parts
     preservation            the answer stays with the named parts alone
-    sufficient              share of named parts in a smallest set of parts that keeps the answer; of several the best
-    target_sensitivity      the evidence of another class lies on the special part that the creature shares with it,
-                            rather than on the one that it shares with a third class; None where no classes do
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,8 +61,6 @@ class Explained(Figures):
     single_deletion: Mean
     deletion: Mean
     preservation: Mean
-    sufficient: Mean
-    target_sensitivity: Mean | None
 
 
 @dataclass(frozen=True)
@@ -135,19 +130,13 @@ def measure_interventions(
         x, y = geometry.cell_centres(metadata.grid).T
         boxes = [drawn[0].parts[part].box for part in PARTS]
         on_parts = np.array([(x >= x0) & (x <= x1) & (y >= y0) & (y <= y1) for x0, y0, x1, y1 in boxes], np.float64)
-        rivals = _choose_rivals(kinds, label, np.random.default_rng((*stream, 1)))
         for name, explain in methods.items():
-            importance = {c: on_parts @ explain(pixels, outputs, c) for c in {predicted, *(c for c, _ in rivals)}}
-            measures = compare_parts(importance[predicted], outputs.logits[:-1, predicted], answers[:-1] == predicted)
-            measured[name].append((*measures, _compare_rivals(importance, rivals)))
+            importance = on_parts @ explain(pixels, outputs, predicted)
+            kept = answers[:-1] == predicted
+            measured[name].append(compare_parts(importance, outputs.logits[:-1, predicted], kept))
         progress(number + 1, images, "taking parts away")
-    explained = [Explained(name, *map(_mean_of_known, np.array(rows, np.float64).T)) for name, rows in measured.items()]
+    explained = [Explained(name, *map(mean_with_interval, zip(*rows, strict=True))) for name, rows in measured.items()]
     return Interventions(images, seed, float(np.mean(correct)), mean_with_interval(same), explained)
-
-
-def _mean_of_known(values: NDArray[np.float64]) -> Any:
-    known = values[np.isfinite(values)]
-    return mean_with_interval(known) if len(known) else None
 
 
 def _list_kinds(metadata: Metadata) -> tuple[Species, ...]:
@@ -177,8 +166,8 @@ def _explain_by_slots(metadata: Metadata, _: Pixels, outputs: Outputs, class_id:
 
 def compare_parts(
     importance: NDArray[np.float64], logits: NDArray[np.float32], kept: NDArray[np.bool_]
-) -> tuple[float, float, float, float]:
-    """Return one image's measures, except target sensitivity.
+) -> tuple[float, float, float]:
+    """Return one image's measures.
 
     Args:
         importance: [parts].
@@ -189,15 +178,7 @@ def compare_parts(
     places = {left: number for number, left in enumerate(_SUBSETS)}
     drops = np.array([logits[0] - logits[places[every - {part}]] for part in range(len(PARTS))])
     named = name_parts(importance)
-    smallest = min(len(left) for left in _SUBSETS if kept[places[left]])
-    sufficient = [left for left in _SUBSETS if kept[places[left]] and len(left) == smallest]
-    shares = [len(left & named) / len(left) if left else 1.0 for left in sufficient]
-    return (
-        rank_correlation(importance, drops),
-        float(not kept[places[every - named]]),
-        float(kept[places[named]]),
-        max(shares),
-    )
+    return rank_correlation(importance, drops), float(not kept[places[every - named]]), float(kept[places[named]])
 
 
 def name_parts(importance: NDArray[np.float64]) -> frozenset[int]:
@@ -217,39 +198,6 @@ def rank_correlation(first: NDArray[Any], second: NDArray[Any]) -> float:
     return float(spearmanr(first, second).statistic)
 
 
-Rivals = tuple[tuple[int, list[int]], ...]
-"""Two classes, each with the special parts of a third that only it shares; empty if there are none."""
-
-
-def _choose_rivals(kinds: Sequence[Species], label: int, rng: np.random.Generator) -> Rivals:
-    """Return two other classes, each with the special parts of `label` that only it shares."""
-    own = kinds[label].variants
-    special = {index for index, part in enumerate(PARTS) if own[part] != VARIANTS[part][0]}
-    shared = {
-        class_id: {index for index in special if kind.variants[PARTS[index]] == own[PARTS[index]]}
-        for class_id, kind in enumerate(kinds)
-        if class_id != label
-    }
-    pairs = [(a, b) for a, b in itertools.combinations(shared, 2) if shared[a] - shared[b] and shared[b] - shared[a]]
-    if not pairs:
-        return ()
-    a, b = pairs[int(rng.integers(len(pairs)))]
-    return (a, sorted(shared[a] - shared[b])), (b, sorted(shared[b] - shared[a]))
-
-
-def _compare_rivals(importance: Mapping[int, NDArray[np.float64]], rivals: Rivals) -> float:
-    """Return the share of the two classes whose evidence lies more on the parts that only they share."""
-    if not rivals:
-        return np.nan
-    (a, only_a), (b, only_b) = rivals
-    ahead = [
-        importance[class_id][own].mean() - importance[class_id][other].mean()
-        for class_id, own, other in ((a, only_a, only_b), (b, only_b, only_a))
-    ]
-    # 1 if ahead, 0.5 if equal
-    return float(np.mean((np.sign(ahead) + 1) / 2))
-
-
 def format_interventions(measured: Interventions) -> Iterator[str]:
     """Yield a heading and a table with a row per way to explain."""
     same = measured.same_answer
@@ -257,10 +205,10 @@ def format_interventions(measured: Interventions) -> Iterator[str]:
         f"parts taken away, {measured.images} creatures, accuracy {measured.accuracy:.1%}; another background keeps "
         f"{100 * same.mean:.0f} % ({100 * same.low:.0f} to {100 * same.high:.0f}) of the answers"
     )
-    rows = [["explained by", "correlation", "without named", "named alone", "of a sufficient set", "by class"]]
+    rows = [["explained by", "correlation", "without named", "named alone"]]
     for row in measured.explained:
         mean = row.single_deletion
         correlation = f"{mean.mean:.2f} ({mean.low:.2f} to {mean.high:.2f})"
-        shares = (row.deletion, row.preservation, row.sufficient, row.target_sensitivity)
+        shares = (row.deletion, row.preservation)
         rows.append([row.method, correlation, *(format_cell(share, digits=0) for share in shares)])
     yield from format_columns(rows)

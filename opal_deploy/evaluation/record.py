@@ -11,7 +11,6 @@ from typing import Any
 from opal_deploy._version import __version__
 from opal_deploy.artifact import engine_file, onnx_file
 from opal_deploy.artifact.files import compute_sha256, model_kind
-from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.evaluation.cells import CONTRIBUTION, RANDOM
 from opal_deploy.evaluation.parts import CONSISTENCY, PURITY, STABILITY
@@ -101,30 +100,22 @@ def record_measurements(path: Path, changes: dict[str, dict[str, Any]]) -> str:
         ArtifactError: the file is damaged or not one of ours.
         UsageError: it cannot be written.
     """
-    kind = model_kind(path)
-
-    def update(metadata: Metadata) -> Metadata:
-        kept: dict[str, Any] = {k: changes[k] for k in ("evaluation", "calibration", "baseline") if k in changes}
-        risk = {"split": "val", **changes["risk"]} if "risk" in changes else metadata.risk
-        return replace(metadata, risk=risk, **kept)
-
+    kind, changed, effect = model_kind(path), path, "later exports carry it"
+    kept: dict[str, Any] = {k: changes[k] for k in ("evaluation", "calibration", "baseline") if k in changes}
+    if "risk" in changes:
+        kept["risk"] = {"split": "val", **changes["risk"]}
     if kind == "onnx":
         metadata = onnx_file.read_metadata(path)
         onnx_file.check_digest(path, metadata)
-        digest = onnx_file.rewrite_metadata(path, update(metadata))
-        return (
-            f"recorded in {path}: its digest changed from {metadata.file_sha256[:16]}... to {digest[:16]}..., its "
-            f"sha256 is {compute_sha256(path)}; records made before name the old one, which `verify` needs; "
-            f"`opal-deploy export {path} --trt` updates its engines without building"
+        digest = onnx_file.rewrite_metadata(path, replace(metadata, **kept))
+        effect = (
+            f"its digest changed from {metadata.file_sha256[:16]}... to {digest[:16]}...; `verify` needs the old file "
+            f"for records made before; `opal-deploy export {path} --trt` updates its engines without building"
         )
-    if kind == "engine":
+    elif kind == "engine":
         sidecar = engine_file.read_sidecar(path)
-        engine_file.write_sidecar(path, replace(sidecar, metadata=update(sidecar.metadata)))
-        changed = engine_file.sidecar_path(path)
-        return f"recorded in {changed}: its sha256 is {compute_sha256(changed)}; the engine is unchanged"
-    before = compute_sha256(path)
-    checkpoint.record_measurements(path, changes)
-    return (
-        f"recorded in {path}: its sha256 changed from {before[:16]}... to {compute_sha256(path)[:16]}...; later "
-        "exports carry it"
-    )
+        engine_file.write_sidecar(path, replace(sidecar, metadata=replace(sidecar.metadata, **kept)))
+        changed, effect = engine_file.sidecar_path(path), "the engine is unchanged"
+    else:
+        checkpoint.record_measurements(path, changes)
+    return f"recorded in {changed}: its sha256 is {compute_sha256(changed)}; {effect}"

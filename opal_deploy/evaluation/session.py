@@ -142,7 +142,7 @@ def evaluate_session(
     """
     metadata = session.metadata
     labels = np.array([sample.label for sample in samples], dtype=np.int64)
-    protocol = None if parts is None else PartProtocol.of(session, parts, labels, cropped=boxes, seed=seed)
+    protocol = None if parts is None else PartProtocol(session, parts, labels, cropped=boxes, seed=seed)
     run = session.run if protocol is None else protocol.run
     collected: list[Outputs] = []
     geometries: list[Geometry] = []

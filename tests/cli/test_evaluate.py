@@ -12,7 +12,6 @@ from opal_deploy import evaluate_model, evaluate_models, load
 from opal_deploy.errors import UsageError
 
 LABELS = ["0", "1", "2", "3"]
-PNG = b"\x89PNG"
 
 
 @pytest.fixture(scope="module")
@@ -196,12 +195,7 @@ def test_out_has_the_metrics_the_matrix_the_predictions_and_the_risk(folder, mod
         assert not answered or float(row["min_margin"]) == float(answered[-1]["margin"])
     assert int(rows[-1]["answered"]) == document["test_risk"]["images"] == 12
     assert document["test_risk"]["error"] == pytest.approx(1 - document["test_accuracy"])
-    # random weights: whether anything supports even this depends on them, but the document has a reason where not
-    threshold = document["threshold"]
-    assert (threshold["min_margin"] is None) == ("reason" in threshold)
-    assert threshold["target_error"] == 0.8
-    for name in ("confusion.png", "risk_coverage.png"):
-        assert (out / name).read_bytes().startswith(PNG)
+    assert (document["threshold"]["target_error"], document["threshold"]["images"]) == (0.8, 12)
 
     with pytest.raises(UsageError, match="already holds an evaluation"):
         metrics(folder, model, out=out)
@@ -243,16 +237,15 @@ def test_a_folder_without_splits_is_measured_whole_if_asked_for(folder, linear, 
         ({"batch": 0}, "batch 0: expected at least 1"),
         ({"second": "nothing.onnx"}, r"nothing.onnx: no such model"),
         ({"out": "data/train/metrics"}, "would become part of the data set"),
-        ({"fill": ["grey"]}, "fill 'grey': expected one of blur, mean, noise"),
-        ({"fill": ["mean"]}, "--fill: only for --faithfulness; add one"),
-        ({"attack_levels": 3}, "--attack-levels: only for --attack-outside"),
+        ({"fill": "grey"}, "fill 'grey': expected one of blur, mean, noise"),
+        ({"fill": "mean"}, "--fill: only for --faithfulness; add one"),
+        ({"attack_margin": 3}, "--attack-margin: only for --attack-outside"),
         ({"target_error": 5.0}, "target_error 5.0: expected a share between 0 and 1"),
-        ({"target_error": 0.05}, "12 labelled images cannot show .* even without errors, 59 are needed"),
         (
             {"second": ["0", "1", "3", "2"]},
-            "4 classes each, but number 3 is '3' in the model and '2' in the data set; they must be",
+            "number 3 is '3' in the model and '2' in the data set; they must be",
         ),
-        ({"second": ["0", "1", "2"]}, r"knows 3 classes .0, ....,.* has 4 .* they must be the same, in the same order"),
+        ({"second": ["0", "1", "2"]}, "knows 3 classes, .* has 4: .* they must be the same, in the same order"),
     ],
 )
 def test_a_wrong_call_is_refused_before_any_model_runs(folder, model, metrics, tmp_path, monkeypatch, options, message):
@@ -270,7 +263,7 @@ def test_a_wrong_call_is_refused_before_any_model_runs(folder, model, metrics, t
 
 
 def test_faithfulness_without_prototypes_is_refused_before_the_data_is_read(metrics, linear, tmp_path):
-    with pytest.raises(UsageError, match=r"has no prototypes \(evidence none\); --faithfulness needs"):
+    with pytest.raises(UsageError, match=r"evidence none.*--faithfulness"):
         metrics(tmp_path / "no data", linear, faithfulness=True)
 
 
@@ -321,15 +314,13 @@ def test_names_that_are_not_utf8_are_written_as_infer_writes_them(folder, metric
     predictions = _rows(tmp_path / "out" / "predictions.csv")
     assert [row["image"].split("/")[1] for row in predictions if row["label"] not in LABELS] == [r"cl\xff"] * 3
     assert [row["label"] for row in _rows(tmp_path / "out" / "confusion.csv")] == ["0", "1", "2", r"cl\xff"]
-    assert (tmp_path / "out" / "confusion.png").is_file()
 
 
-def test_faithfulness_of_a_checkpoint_and_of_its_export_agree(folder, model, metrics, lines, tmp_path):
-    models, out = [model.with_suffix(".pt"), model], tmp_path / "out"
-    checkpoint, exported = metrics(folder, *models, faithfulness=True, limit=4, fill=["mean"], out=out)
+def test_faithfulness_of_a_checkpoint_and_of_its_export_agree(folder, model, metrics, lines):
+    checkpoint, exported = metrics(folder, model.with_suffix(".pt"), model, faithfulness=True, limit=4, fill="mean")
 
     assert checkpoint["faithfulness"]["images"] == exported["faithfulness"]["images"] == 4
-    names = ["contribution", "reverse", "random", "runner-up", "another class"]
+    names = ["contribution", "random"]
     rankings = [{row["ranking"]: row for row in each["faithfulness"]["rankings"]} for each in (checkpoint, exported)]
     assert set(names) <= rankings[1].keys()
     # Grad-CAM needs gradients
@@ -341,18 +332,7 @@ def test_faithfulness_of_a_checkpoint_and_of_its_export_agree(folder, model, met
     assert [change["same_cell"] for change in checkpoint["faithfulness"]["stability"]] == [
         change["same_cell"] for change in exported["faithfulness"]["stability"]
     ]
-    assert checkpoint["agreement"] == []
-    (agreement,) = exported["agreement"]
-    assert (agreement["with"], agreement["same_class"], agreement["same_cells"]) == (str(models[0]), 1.0, 1.0)
-    assert agreement["largest_cosine_difference"] < 1e-5
-
-    text = "\n".join(lines)
-    assert "faithfulness: 4 images, at most" in text
-    assert "random cells of the whole image (no foreground is known)" in text
-    assert "100.00% same class, 100.00% same cells" in text
-    written = json.loads((out / "model.onnx" / "faithfulness.json").read_text())
-    assert written == exported["faithfulness"]
-    assert (out / "model.pt" / "faithfulness.png").read_bytes().startswith(PNG)
+    assert "random cells of the whole image (no foreground is known)" in "\n".join(lines)
 
 
 def test_the_generated_set_has_parts_and_foreground(metrics, lines, tmp_path, opal):
@@ -361,14 +341,13 @@ def test_the_generated_set_has_parts_and_foreground(metrics, lines, tmp_path, op
     data = generate_dataset(
         tmp_path / "data", num_species=4, train_per_class=1, val_per_class=1, test_per_class=3, size=(96, 96)
     )
-    path, out = _save(tmp_path / "model.pt", list(data.classes), 2), tmp_path / "out"
-    document = metrics(data.root, path, faithfulness=True, limit=2, fill=["mean"], out=out)
+    path = _save(tmp_path / "model.pt", list(data.classes), 2)
+    document = metrics(data.root, path, faithfulness=True, limit=2, fill="mean")
 
     assert "random cells of the creature" in document["faithfulness"]["random_control"]
     # random weights predict at least one of twelve correctly here
     assert document["pointing_game"]["images"] == round(12 * document["test_accuracy"]) > 0
     assert "on a distinguishing part" in "\n".join(lines)
-    assert {row["slot"] for row in _rows(out / "slot_parts.csv")} == {"0", "1"}
 
     # infer says what was measured, once it is recorded in the model
     explain = ("infer", data.root / "test" / "bimlu", "--model", path, "--explain", "--out", tmp_path / "explained")

@@ -38,7 +38,7 @@ def attack(pooled, **head):
         with torch.no_grad():
             network.head.projection.weight *= 8
     field = ReceptiveField(STRIDE, size=STRIDE, offset=4.0, effective=STRIDE, effective_offset=4.0)
-    options = EvaluateOptions(attack_outside=True, attack_levels=12, attack_margin=0, attack_steps=10)
+    options = EvaluateOptions(attack_outside=True, attack_margin=0)
     attacker = Attacker(network, build_metadata(Checkpoint(network, ("a", "b", "c"))), options, field)
     return attacker.measure(np.stack(example_images(6, SIDE, SIDE)), [(0, number) for number in range(6)])
 

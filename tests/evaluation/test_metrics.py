@@ -1,4 +1,4 @@
-"""Metrics by hand, margins beside those of the records, and the agreement of two models."""
+"""Metrics by hand, margins beside those of the records."""
 
 from dataclasses import replace
 
@@ -18,7 +18,6 @@ from opal_deploy.evaluation.metrics import (
     count_by_class,
     format_classes,
     margins,
-    measure_agreement,
 )
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.build import ImageInfo, build_records
@@ -96,35 +95,6 @@ def test_margins_are_those_of_the_records():
 
     expected = [record.margin for record in records]
     assert margins(logits, embedding(scores, 1e-8), metadata.class_map).tolist() == expected
-
-
-LOGITS = np.array([[-0.1, -0.5], [-0.6, -0.2]], np.float32)
-ARGMAX = np.array([[1, 2, 3, 4], [5, 6, 7, 8]], np.int32)
-SCORES = np.array([[0.6, 0.6, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]], np.float32)
-# one cell of class 0's block differs; the second image's block is that of class 1
-MOVED = Outputs(
-    np.array([[-0.1, -0.5], [-0.1, -0.2]], np.float32),
-    np.array([[1, 9, 9, 9], [9, 9, 7, 8]], np.int32),
-    np.array([[0.6, 0.0, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]], np.float32),
-)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "metadata", "same_class", "same_cells", "difference"),
-    [
-        (Outputs(LOGITS, ARGMAX, SCORES), METADATA, 1.0, 1.0, 0.0),
-        (MOVED, METADATA, 0.5, 0.75, 1 - 0.5**0.5),
-        (Outputs(LOGITS, ARGMAX[:, :2], SCORES[:, :2]), replace(METADATA, prototypes_per_class=1), 1.0, None, None),
-        (Outputs(LOGITS, ARGMAX, SCORES), replace(METADATA, grid=(3, 3)), 1.0, None, 0.0),
-        (Outputs(LOGITS), METADATA, 1.0, None, None),
-    ],
-    ids=["itself", "differences", "another m", "another grid", "no slots"],
-)
-def test_agreement_of_two_models(outputs, metadata, same_class, same_cells, difference):
-    agreement = measure_agreement((Outputs(LOGITS, ARGMAX, SCORES), METADATA), (outputs, metadata))
-    assert (agreement.images, agreement.same_class, agreement.same_cells) == (2, same_class, same_cells)
-    if metadata.prototypes_per_class == METADATA.prototypes_per_class:
-        assert agreement.largest_cosine_difference == pytest.approx(difference, abs=1e-6)
 
 
 def test_classes_that_are_never_predicted_come_first():

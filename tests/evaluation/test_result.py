@@ -1,0 +1,46 @@
+"""The folder of an evaluation, and the line on a chosen margin."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from opal_deploy.errors import UsageError
+from opal_deploy.evaluation.metrics import RiskCurve, TargetMargin
+from opal_deploy.evaluation.result import EVALUATION, check_folder, create_folders, format_curve, format_threshold
+
+
+def test_several_models_have_a_folder_each(tmp_path):
+    one, two, three = Path("a/best.pt"), Path("b/best.pt"), Path("b/best.onnx")
+    assert create_folders(tmp_path / "deep" / "out", [one]) == [tmp_path / "deep" / "out"]
+    assert create_folders(tmp_path, [one, three]) == [tmp_path / "best.pt", tmp_path / "best.onnx"]
+    folders = create_folders(tmp_path, [one, two, three])
+    assert folders == [tmp_path / "1-best.pt", tmp_path / "2-best.pt", tmp_path / "best.onnx"]
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot be created"):
+        create_folders(tmp_path / "file" / "out", [one])
+
+
+def test_only_overwrite_replaces_an_earlier_evaluation(tmp_path):
+    out, data = tmp_path / "out", tmp_path / "data"
+    check_folder(out, data, overwrite=False)
+    out.mkdir()
+    (out / EVALUATION).touch()
+    with pytest.raises(UsageError, match="--overwrite"):
+        check_folder(out, data, overwrite=False)
+    check_folder(out, data, overwrite=True)
+
+
+@pytest.mark.parametrize("below", [".", "a/out", "../data/out"])
+def test_a_folder_in_the_data_set_is_refused(tmp_path, below):
+    with pytest.raises(UsageError, match="part of the data set"):
+        check_folder(tmp_path / "data" / below, tmp_path / "data", overwrite=True)
+
+
+def test_a_margin_is_told_with_its_bound_or_the_rates_that_have_one():
+    summary = RiskCurve.of(np.linspace(1.0, 1 / 3, 80), np.ones(80, np.bool_)).summary()
+    chosen = TargetMargin.choose(summary, 0.05)
+    assert f"--min-margin {chosen.min_margin!r} for an error rate of at most 5 %" in format_threshold(chosen, summary)
+    refused = format_threshold(TargetMargin.choose(summary, 0.01), summary)
+    assert refused.endswith("80 images; they support 5%, 10%, 20%")
+    assert "error 0.00% without abstaining (80 images)" in format_curve(summary)
