@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import beta
 
-from opal_deploy.evaluation.metrics import RiskCurve, TargetMargin
+from opal_deploy.evaluation.metrics import TargetMargin, summarize_risk
 from opal_deploy.statistics import choose_threshold, clopper_pearson_bound, share_bounds, supported_rates
 
 
@@ -24,11 +24,8 @@ def test_the_bound_is_the_beta_quantile(trials, confidence):
 
 def test_five_images_by_hand():
     # by falling margin: right, right, wrong, right, wrong
-    curve = RiskCurve.of([0.2, 0.9, 0.4, 0.8, 0.6], [False, True, True, True, False])
-    assert curve.margins.tolist() == [0.9, 0.8, 0.6, 0.4, 0.2]
-    assert curve.answered.tolist() == [1, 2, 3, 4, 5]
-    assert curve.wrong.tolist() == [0, 0, 1, 1, 2]
-    summary = curve.summary()
+    summary = summarize_risk([0.2, 0.9, 0.4, 0.8, 0.6], [False, True, True, True, False])
+    assert summary["levels"] == [[0.9, 1, 0], [0.8, 2, 0], [0.6, 3, 1], [0.4, 4, 1], [0.2, 5, 2]]
     assert summary["error"] == 0.4
     assert summary["aurc"] == pytest.approx((0 + 0 + 1 / 3 + 1 / 4 + 2 / 5) / 5)
     assert set(summary["coverage_at_error"].values()) == {0.4}
@@ -38,22 +35,22 @@ def test_equal_margins_are_answered_together_in_whatever_order_they_come():
     margins = np.array([0.5, 0.5, 0.5, 0.5, 0.1])
     correct = np.array([True, False, True, True, True])
     for order in ([0, 1, 2, 3, 4], [1, 0, 4, 3, 2]):
-        curve = RiskCurve.of(margins[order], correct[order])
-        assert (curve.answered.tolist(), curve.wrong.tolist()) == ([4, 5], [1, 1])
+        summary = summarize_risk(margins[order], correct[order])
+        assert summary["levels"] == [[0.5, 4, 1], [0.1, 5, 1]]
         # the wrong one of four is a quarter of a wrong one in each place
-        assert curve.summary()["aurc"] == pytest.approx((4 * 0.25 + 0.2) / 5)
-        assert curve.summary()["coverage_at_error"]["0.05"] == 0.0
+        assert summary["aurc"] == pytest.approx((4 * 0.25 + 0.2) / 5)
+        assert summary["coverage_at_error"]["0.05"] == 0.0
 
 
 def test_levels_are_tenths_of_coverage():
     # the five of least margin are wrong
-    levels = RiskCurve.of(np.arange(25), np.arange(25) >= 5).summary()["levels"]
+    levels = summarize_risk(np.arange(25), np.arange(25) >= 5)["levels"]
     assert [(answered, wrong) for _, answered, wrong in levels] == [
         (3, 0), (5, 0), (8, 0), (10, 0), (13, 0), (15, 0), (18, 0), (20, 0), (23, 3), (25, 5),
     ]  # fmt: skip
     assert (levels[0][0], levels[-1][0]) == (22.0, 0.0)
     # equal levels are kept once
-    few = RiskCurve.of([1.0] * 8 + [0.0], [True] * 9).summary()["levels"]
+    few = summarize_risk([1.0] * 8 + [0.0], [True] * 9)["levels"]
     assert [answered for _, answered, _ in few] == [8, 9]
 
 
@@ -61,7 +58,7 @@ def summarise(wrong_at, images):
     """Falling margins 1 ... 0; the images at these places, counted from 0, are wrong."""
     correct = np.ones(images, np.bool_)
     correct[wrong_at] = False
-    return RiskCurve.of(np.linspace(1.0, 0.0, images), correct).summary()
+    return summarize_risk(np.linspace(1.0, 0.0, images), correct)
 
 
 def test_the_threshold_by_hand():
@@ -101,7 +98,7 @@ def test_a_chosen_threshold_holds_on_new_images_as_often_as_it_says():
     for _ in range(400):
         margins = generator.uniform(size=1000)
         correct = generator.uniform(size=1000) > 0.3 * (1 - margins)
-        point = choose_threshold(RiskCurve.of(margins, correct).summary(), 0.05)
+        point = choose_threshold(summarize_risk(margins, correct), 0.05)
         if point is not None:
             chosen += 1
             broken += 0.15 * (1 - point.min_margin) > 0.05

@@ -15,10 +15,10 @@ from opal_deploy.datasets.samples import Sample
 from opal_deploy.editing.options import EditOptions
 from opal_deploy.editing.scores import Scores
 from opal_deploy.evaluation.annotations import Annotations
-from opal_deploy.evaluation.baseline import baseline_of
 from opal_deploy.evaluation.calibration import calibrate
 from opal_deploy.evaluation.inputs import has_validation_images, read_inputs
-from opal_deploy.evaluation.metrics import RiskCurve, margins
+from opal_deploy.evaluation.metrics import margins, summarize_risk
+from opal_deploy.evaluation.record import baseline_of
 from opal_deploy.evaluation.session import evaluate_session
 from opal_deploy.logs import as_progress
 from opal_deploy.preprocess.geometry import Geometry
@@ -67,11 +67,11 @@ class ScoredData:
         outputs = drop_slots(Outputs(logits, self.cells, scores, ood_score=self.ood_scores), edited)
         assert outputs.scores is not None
         best_two = margins(outputs.logits, find_values(outputs.scores, edited), edited.class_map)
-        risk = RiskCurve.of(best_two, outputs.logits.argmax(axis=1) == labels)
+        risk = summarize_risk(best_two, outputs.logits.argmax(axis=1) == labels)
         return replace(
             edited,
             calibration=calibrate(outputs.logits, labels).to_dict(),
-            risk={"split": "val", **risk.summary()},
+            risk={"split": "val", **risk},
             baseline=baseline_of(outputs, edited, background).to_dict(),
         )
 

@@ -20,7 +20,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,28 +173,18 @@ def compare_parts(
         logits: [subsets], of the class predicted for the whole creature.
         kept: bool [subsets], whether that class is predicted.
     """
+    from scipy.stats import spearmanr
+
     every = _SUBSETS[0]
     places = {left: number for number, left in enumerate(_SUBSETS)}
     drops = np.array([logits[0] - logits[places[every - {part}]] for part in range(len(PARTS))])
-    named = name_parts(importance)
-    return rank_correlation(importance, drops), float(not kept[places[every - named]]), float(kept[places[named]])
-
-
-def name_parts(importance: NDArray[np.float64]) -> frozenset[int]:
-    """Return the parts with at least half of an even share of the importance over parts."""
+    # of a constant the correlation is not defined
+    constant = min(np.ptp(importance), np.ptp(drops)) == 0
+    correlation = 0.0 if constant else float(spearmanr(importance, drops).statistic)
+    # a part with at least half of an even share of the importance over parts is named
     total = np.maximum(importance, 0).sum()
-    if total <= 0:
-        return frozenset()
-    return frozenset(np.flatnonzero(importance * len(importance) >= _NAMED * total).tolist())
-
-
-def rank_correlation(first: NDArray[Any], second: NDArray[Any]) -> float:
-    """Return Spearman's correlation, equal values sharing their mean rank; 0 where either is constant."""
-    if min(np.ptp(first), np.ptp(second)) == 0:
-        return 0.0
-    from scipy.stats import spearmanr
-
-    return float(spearmanr(first, second).statistic)
+    named = frozenset(np.flatnonzero(importance * len(PARTS) >= _NAMED * total).tolist() if total > 0 else ())
+    return correlation, float(not kept[places[every - named]]), float(kept[places[named]])
 
 
 def format_interventions(measured: Interventions) -> Iterator[str]:

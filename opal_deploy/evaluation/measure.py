@@ -16,14 +16,12 @@ from opal_deploy.artifact.files import model_kind, write_json
 from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation import attack, faithfulness, interventions, pointing, randomise, result
-from opal_deploy.evaluation.baseline import baseline_of, fit_neighbours, measure_baseline
 from opal_deploy.evaluation.calibration import evaluate_calibration, format_calibration
-from opal_deploy.evaluation.cells import GradCam
+from opal_deploy.evaluation.cells import GradCam, measure_receptive_field
 from opal_deploy.evaluation.inputs import EvaluationInputs, check_model, has_validation_images, read_inputs
 from opal_deploy.evaluation.metrics import TargetMargin
 from opal_deploy.evaluation.options import EvaluateOptions
-from opal_deploy.evaluation.receptive_field import measure_receptive_field
-from opal_deploy.evaluation.record import record_evaluation
+from opal_deploy.evaluation.record import baseline_of, fit_neighbours, measure_baseline, record_evaluation
 from opal_deploy.evaluation.result import ModelEvaluation
 from opal_deploy.evaluation.session import EvaluationResult, choose_samples, evaluate_session
 from opal_deploy.logs import as_progress
@@ -55,8 +53,6 @@ def measure_models(models: Sequence[StrPath | Model], data: Path, options: Evalu
     results: list[ModelEvaluation] = []
     for path, folder in zip(paths, folders, strict=True):
         results.append(_measure(path, loaded.get(path) or _open(path, options), inputs, options, folder))
-    if len(results) > 1:
-        _log(options, result.format_table(results))
     for measured in results if options.record else ():
         options.log(record_evaluation(measured, inputs.data))
         if measured.baseline is not None:
@@ -103,7 +99,7 @@ def _measure(
         progress=progress, model=str(path),
     )  # fmt: skip
     if folder is not None:
-        result.write_model(folder, evaluation, metadata, samples, inputs.data.root)
+        result.write_predictions(folder / result.PREDICTIONS, evaluation, metadata, samples, inputs.data.root)
     measured = ModelEvaluation(
         path, session.description, options.split, options.boxes, metadata, evaluation, out=folder
     )

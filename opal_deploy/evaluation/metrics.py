@@ -97,23 +97,16 @@ def margins(logits: NDArray[np.float32], values: NDArray[np.float64], class_map:
     return find_margins(class_map.totals(class_map.take(values, best), best))
 
 
-def collapse_per_image(
-    argmax: NDArray[np.int32], labels: NDArray[np.int64], class_map: ClassMap
-) -> NDArray[np.float64]:
+def collapse_of_cells(cells: NDArray[np.int32], labels: NDArray[np.int64], class_map: ClassMap) -> NDArray[np.float64]:
     """Return the spatial prototype collapse of each image (paper, Supp. D.1), float64 [N], 0 ... 1.
 
     For an image of class c: 1 - (number of different cells among the class's m_c slots - 1) / (m_c - 1); a single slot
     cannot collapse, and the score is 0.
 
     Args:
-        argmax: [N, K], flat cell of each channel's maximum.
+        cells: [N, m], flat cells of the label's slots.
         labels: [N], class indices.
     """
-    return collapse_of_cells(class_map.take(argmax, labels), labels, class_map)
-
-
-def collapse_of_cells(cells: NDArray[np.int32], labels: NDArray[np.int64], class_map: ClassMap) -> NDArray[np.float64]:
-    """Return the collapse of each image, see `collapse_per_image`, from the cells [N, m] of the label's channels."""
     # a dropped slot repeats the first that is left
     kept = class_map.kept
     source = np.where(kept, np.arange(class_map.max_slots), kept.argmax(axis=1)[:, None])  # [C, m]
@@ -123,54 +116,36 @@ def collapse_of_cells(cells: NDArray[np.int32], labels: NDArray[np.int64], class
     return scores
 
 
-@dataclass(frozen=True)
-class RiskCurve:
-    """The risk-coverage curve of N images over the margin: every threshold that makes a difference, strictest first.
+def summarize_risk(margins: ArrayLike, correct: ArrayLike) -> dict[str, Any]:
+    """Return the summary of the risk-coverage curve of N labelled images, at least one, over the margin.
 
     A classifier abstains where its margin is below a threshold. Coverage is the share of images that it answers, risk
-    the share of wrong predictions among these. Images with equal margins are answered together.
+    the share of wrong predictions among these. Images with equal margins are answered together. `aurc`, the area under
+    the curve, is the mean over k = 1 ... N of the risk of the k largest margins, wrong answers being spread evenly over
+    images with equal margins. `levels`, which `statistics.choose_threshold` reads, are margin, answered and wrong of
+    the strictest threshold for each tenth of coverage.
+
+    Args:
+        margins: [N], finite; see `margins`.
+        correct: bool [N], whether the prediction is the label.
     """
-
-    margins: NDArray[np.float64]  # [T], distinct, falling
-    answered: NDArray[np.int64]  # [T], number of images with at least that margin
-    wrong: NDArray[np.int64]  # [T], number of those that are misclassified
-
-    @staticmethod
-    def of(margins: ArrayLike, correct: ArrayLike) -> RiskCurve:
-        """Return the curve of N labelled images, at least one.
-
-        Args:
-            margins: [N], finite; see `margins`.
-            correct: bool [N], whether the prediction is the label.
-        """
-        sizes = np.asarray(margins, np.float64)
-        order = np.argsort(-sizes, kind="stable")
-        falling = sizes[order]
-        last = np.flatnonzero(np.append(falling[1:] != falling[:-1], True))
-        wrong = np.cumsum(~np.asarray(correct, np.bool_)[order], dtype=np.int64)[last]
-        return RiskCurve(falling[last], (last + 1).astype(np.int64), wrong)
-
-    def summary(self) -> dict[str, Any]:
-        """Return the figures that reports and model files hold and `statistics.choose_threshold` reads.
-
-        `aurc`, the area under the curve, is the mean over k = 1 ... N of the risk of the k largest margins. Wrong
-        answers are spread evenly over images with equal margins. `levels` are margin, answered and wrong of the
-        strictest threshold for each tenth of coverage.
-        """
-        images = int(self.answered[-1])
-        k = np.arange(1, images + 1)
-        wrong = np.interp(k, np.append(0, self.answered), np.append(0, self.wrong))
-        low_risk = {rate: self.answered[self.wrong <= rate * self.answered] for rate in _ERROR_RATES}
-        counts = -(-np.arange(1, _NUM_LEVELS + 1) * images // _NUM_LEVELS)
-        chosen = np.unique(np.searchsorted(self.answered, counts))
-        columns = (values[chosen].tolist() for values in (self.margins, self.answered, self.wrong))
-        return {
-            "images": images,
-            "error": int(self.wrong[-1]) / images,
-            "aurc": float((wrong / k).mean()),
-            "coverage_at_error": {f"{rate:g}": int(few.max(initial=0)) / images for rate, few in low_risk.items()},
-            "levels": [list(level) for level in zip(*columns, strict=True)],
-        }
+    sizes = np.asarray(margins, np.float64)
+    order, images = np.argsort(-sizes, kind="stable"), len(sizes)
+    falling, errors = sizes[order], np.cumsum(~np.asarray(correct, np.bool_)[order], dtype=np.int64)
+    # every threshold that makes a difference, strictest first
+    last = np.flatnonzero(np.append(falling[1:] != falling[:-1], True))
+    answered, wrong, k = last + 1, errors[last], np.arange(1, images + 1)
+    low_risk = {f"{rate:g}": answered[wrong <= rate * answered] for rate in _ERROR_RATES}
+    counts = -(-np.arange(1, _NUM_LEVELS + 1) * images // _NUM_LEVELS)
+    chosen = np.unique(np.searchsorted(answered, counts))
+    columns = (values[chosen].tolist() for values in (falling[last], answered, wrong))
+    return {
+        "images": images,
+        "error": int(wrong[-1]) / images,
+        "aurc": float((np.interp(k, np.append(0, answered), np.append(0, wrong)) / k).mean()),
+        "coverage_at_error": {rate: int(few.max(initial=0)) / images for rate, few in low_risk.items()},
+        "levels": [list(level) for level in zip(*columns, strict=True)],
+    }
 
 
 @dataclass(frozen=True)
@@ -208,7 +183,7 @@ class Evaluation:
     spatial_prototype_collapse_std: float | None = None  # standard deviation over images, as the paper's table gives it
     top5: float | None = None  # top-5 accuracy, 0 ... 1; None with no more than 5 classes
     macro_f1: float | None = None  # mean F1, 0 ... 1, of the classes that are a label or a prediction at least once
-    # summary of the risk-coverage curve over the margin, see `RiskCurve.summary`; None without anchors
+    # summary of the risk-coverage curve over the margin, see `summarize_risk`; None without anchors
     risk: dict[str, Any] | None = None
 
     def to_dict(self, prefix: str) -> dict[str, Any]:
@@ -231,7 +206,7 @@ def compute_metrics(
     Args:
         logits: [N, C], N at least 1.
         labels: [N], class indices.
-        collapse: [N], see `collapse_per_image`; None for a network without slots.
+        collapse: [N], see `collapse_of_cells`; None for a network without slots.
         margins: [N], see `metrics.margins`; None for a network without anchors.
     """
     from scipy.special import log_softmax
@@ -249,7 +224,7 @@ def compute_metrics(
         spatial_prototype_collapse_std=None if collapse is None else float(collapse.std()),
         top5=top5,
         macro_f1=float(f1_score(labels, predicted, average="macro", zero_division=0.0)),
-        risk=None if margins is None else RiskCurve.of(margins, predicted == labels).summary(),
+        risk=None if margins is None else summarize_risk(margins, predicted == labels),
     )
 
 

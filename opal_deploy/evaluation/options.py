@@ -24,11 +24,9 @@ from opal_deploy.options import (
 )
 
 Split = Literal["test", "val", "train", "all"]
-Fill = Literal["blur", "mean", "noise"]
 # options that only some measurements read, and these
 _ONLY_FOR = {
     "attack_margin": ("attack_outside",),
-    "fill": ("faithfulness",),
     "limit": ("faithfulness", "attack_outside", "randomise", "interventions"),
 }
 
@@ -78,7 +76,6 @@ class EvaluateOptions(Options):
     limit: Annotated[int, Option("Images for --faithfulness and the options after it, evenly over classes.", min=1)] = (
         100
     )
-    fill: Annotated[Fill, Option("What replaces removed cells in --faithfulness.")] = "blur"
     seed: Annotated[int, Option("Seed of the noise and the random cells.", min=0)] = 0
     device: Device = "auto"
     threads: Threads = None

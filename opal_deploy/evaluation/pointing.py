@@ -199,13 +199,11 @@ def _format_share(share: Share) -> str:
 def format_parts(parts: Sequence[PartShare]) -> str:
     """Return the parts that hold evidence in most images of a class; known distinguishing parts come first."""
     most_hit = sorted(parts, key=lambda part: -part.images)
-    distinguishing, others = (
-        ", ".join(f"{part.title} {100 * part.images:.0f} %" for part in chosen)
-        for chosen in (
-            [part for part in most_hit if part.distinguishing],
-            [part for part in most_hit if part.images > 0 and not part.distinguishing][:_MAX_PARTS],
-        )
-    )
-    if not distinguishing:
-        return f"{others or 'no part'} of its images"
-    return f"distinguishing {distinguishing}; others {others or 'none'}"
+    distinguishing = [part for part in most_hit if part.distinguishing]
+    others = [part for part in most_hit if part.images > 0 and not part.distinguishing][:_MAX_PARTS]
+    texts = [
+        ", ".join(f"{part.title} {100 * part.images:.0f} %" for part in chosen) for chosen in (distinguishing, others)
+    ]
+    if distinguishing:
+        return f"distinguishing {texts[0]}; others {texts[1] or 'none'}"
+    return f"{texts[1] or 'no part'} of its images"

@@ -1,12 +1,12 @@
 """The result of `evaluate_model`: its figures, its text, and the folder of `--out`.
 
-The folder holds evaluation.json; per model confusion.csv and predictions.csv; with margins risk_coverage.csv. Names are
-escaped as in `infer`'s records: a backslash doubled, a byte that is not UTF-8 as \\xff.
+The folder holds evaluation.json and per model predictions.csv. Names are escaped as in `infer`'s records: a backslash
+doubled, a byte that is not UTF-8 as \\xff.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,8 @@ from opal_deploy.evaluation.faithfulness import Faithfulness
 from opal_deploy.evaluation.interventions import Interventions
 from opal_deploy.evaluation.metrics import (
     Evaluation,
-    RiskCurve,
     TargetMargin,
     count_by_class,
-    format_columns,
     format_never_predicted,
 )
 from opal_deploy.evaluation.parts import CONSISTENCY, PURITY, STABILITY, PartFigures
@@ -42,7 +40,7 @@ from opal_deploy.records.lines import write_csv
 from opal_deploy.records.names import escape_name
 from opal_deploy.statistics import supported_rates
 
-EVALUATION = "evaluation.json"
+EVALUATION, PREDICTIONS = "evaluation.json", "predictions.csv"
 _PART_TITLES = {CONSISTENCY: "prototype consistency", STABILITY: "prototype stability", PURITY: "part purity"}
 # attributes of a ModelEvaluation that its document leaves out where they were not measured
 _OPTIONAL = (
@@ -140,30 +138,10 @@ def format_metrics(result: ModelEvaluation) -> Iterator[str]:
     if parts is not None:
         shares = parts.to_dict()
         for key, title in _PART_TITLES.items():
-            reason = parts.unavailable.get(key)
-            share = f" {_percent(shares[key], shares.get(f'{key}_std'))} %"
-            yield f"{title}{share if reason is None else f': not measured, {reason}'}"
-
-
-def format_table(results: Sequence[ModelEvaluation]) -> Iterator[str]:
-    """Yield an empty line, a heading, and one line per model, metrics in percent except the cross-entropy."""
-    rows = [["model", "top-1", "top-5", "macro F1", "loss", "ECE", "collapse", "consistency", "stability", "purity"]]
-    for result in results:
-        metrics, calibrated = result.metrics, None if result.calibration is None else result.calibration.calibrated
-        shares = {} if result.parts is None else result.parts.to_dict()
-        rows.append(
-            [
-                str(result.path),
-                *(_percent(share, digits=2) for share in (metrics.accuracy, metrics.top5, metrics.macro_f1)),
-                f"{metrics.loss:.4f}",
-                _percent(None if calibrated is None else calibrated.ece),
-                _percent(metrics.spatial_prototype_collapse, metrics.spatial_prototype_collapse_std),
-                *(_percent(shares.get(key), shares.get(f"{key}_std")) for key in _PART_TITLES),
-            ]
-        )
-    columns = [column for column in zip(*rows, strict=True) if any(cell != "-" for cell in column[1:])]
-    yield ""
-    yield from format_columns([list(row) for row in zip(*columns, strict=True)])
+            if (share := shares[key]) is None:
+                yield f"{title}: not measured, {parts.unavailable[key]}"
+            else:
+                yield f"{title} {_percent(share, shares.get(f'{key}_std'))} %"
 
 
 def format_curve(summary: Mapping[str, Any]) -> str:
@@ -188,11 +166,9 @@ def format_threshold(chosen: TargetMargin, summary: Mapping[str, Any]) -> str:
     )
 
 
-def _percent(share: float | None, spread: float | None = None, *, digits: int = 1) -> str:
-    """Return a share in percent with its standard deviation; a dash for None."""
-    if share is None:
-        return "-"
-    return f"{100 * share:.{digits}f}" if spread is None else f"{100 * share:.{digits}f}±{100 * spread:.{digits}f}"
+def _percent(share: float, spread: float | None = None) -> str:
+    """Return a share in percent with its standard deviation."""
+    return f"{100 * share:.1f}" if spread is None else f"{100 * share:.1f}±{100 * spread:.1f}"
 
 
 def check_folder(folder: Path, data: Path, *, overwrite: bool) -> None:
@@ -224,27 +200,21 @@ def create_folders(folder: Path, models: Sequence[Path]) -> list[Path]:
     return folders
 
 
-def write_model(folder: Path, result: EvaluationResult, metadata: Metadata, samples: list[Sample], root: Path) -> None:
-    """Write confusion.csv, predictions.csv and, with margins, risk_coverage.csv of one model.
+def write_predictions(
+    path: Path, result: EvaluationResult, metadata: Metadata, samples: list[Sample], root: Path
+) -> None:
+    """Write predictions.csv: one line per image.
 
-    confusion.csv: counts, with a row per label and a column per prediction. predictions.csv: one line per image;
     `rank` is 1 where the label has the largest logit; cosine and margin are empty for models without prototypes,
-    calibrated_probability (of the prediction) for models without a temperature. risk_coverage.csv: one row per
-    threshold, the strictest first.
+    calibrated_probability (of the prediction) for models without a temperature.
 
     Args:
         result, samples: of the same N images, in the same order.
-        root: what the paths in predictions.csv are relative to.
+        root: what the paths of images are relative to.
     """
-    from sklearn.metrics import confusion_matrix
-
     outputs, labels, names = result.outputs, result.labels, [escape_name(name) for name in metadata.class_names]
     ranked = np.argsort(-outputs.logits, axis=1, kind="stable")  # [N, C]
     first, empty = ranked[:, 0], [""] * len(samples)
-    counts = confusion_matrix(labels, first, labels=range(len(names)))
-    rows = ([name, *row] for name, row in zip(names, counts.tolist(), strict=True))
-    _write_table(folder / "confusion.csv", ["label", *names], rows)
-
     columns: dict[str, Sequence[Any]] = {
         "image": [escape_name(display_path(sample.path, root)) for sample in samples],
         "label": [names[label] for label in labels],
@@ -253,27 +223,14 @@ def write_model(folder: Path, result: EvaluationResult, metadata: Metadata, samp
         "rank": (1 + (ranked == labels[:, None]).argmax(axis=1)).tolist(),
         "logit": outputs.logits.max(axis=1).tolist(),
         "cosine": empty,
-        "margin": empty,
+        "margin": empty if result.margins is None else result.margins.tolist(),
         "calibrated_probability": empty,
     }
     if outputs.scores is not None:
         class_map, values = metadata.class_map, find_values(outputs.scores, metadata)
-        cosines = class_map.totals(class_map.take(values, ranked[:, :1]), ranked[:, :1])
-        columns["cosine"] = cosines[:, 0].tolist()
-    if result.margins is not None:
-        columns["margin"] = result.margins.tolist()
+        columns["cosine"] = class_map.totals(class_map.take(values, ranked[:, :1]), ranked[:, :1])[:, 0].tolist()
     if (temperature := metadata.temperature) is not None:
         probabilities = compute_probabilities(outputs.logits, ranked[:, :1], temperature)
         columns["calibrated_probability"] = probabilities[:, 0].tolist()
-    _write_table(folder / "predictions.csv", list(columns), zip(*columns.values(), strict=True))
-
-    if result.margins is not None:
-        curve = RiskCurve.of(result.margins, first == labels)
-        levels = zip(curve.margins.tolist(), curve.answered.tolist(), curve.wrong.tolist(), strict=True)
-        rows = ([margin, k, k / len(samples), wrong, wrong / k] for margin, k, wrong in levels)
-        _write_table(folder / "risk_coverage.csv", ["min_margin", "answered", "coverage", "wrong", "error"], rows)
-
-
-def _write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[str | int | float]]) -> None:
     with atomic_write(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
-        write_csv(stream, header, rows)
+        write_csv(stream, list(columns), zip(*columns.values(), strict=True))

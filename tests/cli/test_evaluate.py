@@ -162,18 +162,11 @@ def test_the_validation_images_calibrate_and_the_calibration_is_measured_on_othe
     assert document["calibrated"]["mean_probability"] == pytest.approx(sum(written) / 12)
 
 
-def test_out_has_the_metrics_the_matrix_the_predictions_and_the_risk(folder, model, metrics, tmp_path):
+def test_out_has_the_metrics_and_the_predictions(folder, model, metrics, tmp_path):
     out = tmp_path / "out"
     document = metrics(folder, model, out=out, target_error=0.8)
 
     assert json.loads((out / "evaluation.json").read_text()) == document
-    rows = _rows(out / "confusion.csv")
-    assert [row.pop("label") for row in rows] == LABELS
-    assert {tuple(row) for row in rows} == {tuple(LABELS)}
-    counts = [[int(cell) for cell in row.values()] for row in rows]
-    assert [sum(row) for row in counts] == [3, 3, 3, 3]
-    assert sum(counts[i][i] for i in range(4)) == round(12 * document["test_accuracy"])
-
     predictions = _rows(out / "predictions.csv")
     records = load(model, threads=1).predict([folder / row["image"] for row in predictions])
     assert len(predictions) == document["test_images"] == 12
@@ -183,17 +176,6 @@ def test_out_has_the_metrics_the_matrix_the_predictions_and_the_risk(folder, mod
         assert float(row["margin"]) == pytest.approx(record["margin"], abs=1e-6)
         assert row["label"] == Path(row["image"]).parent.name
         assert (row["correct"] == "1") == (row["predicted"] == row["label"]) == (row["rank"] == "1")
-    for number, label in enumerate(LABELS):
-        taken_for = [row["predicted"] for row in predictions if row["label"] == label]
-        assert counts[number] == [taken_for.count(other) for other in LABELS]
-
-    rows = _rows(out / "risk_coverage.csv")
-    ranked = sorted(predictions, key=lambda row: -float(row["margin"]))
-    for row in rows:
-        answered = ranked[: int(row["answered"])]
-        assert int(row["wrong"]) == sum(each["correct"] == "0" for each in answered)
-        assert not answered or float(row["min_margin"]) == float(answered[-1]["margin"])
-    assert int(rows[-1]["answered"]) == document["test_risk"]["images"] == 12
     assert document["test_risk"]["error"] == pytest.approx(1 - document["test_accuracy"])
     assert (document["threshold"]["target_error"], document["threshold"]["images"]) == (0.8, 12)
 
@@ -237,8 +219,6 @@ def test_a_folder_without_splits_is_measured_whole_if_asked_for(folder, linear, 
         ({"batch": 0}, "batch 0: expected at least 1"),
         ({"second": "nothing.onnx"}, r"nothing.onnx: no such model"),
         ({"out": "data/train/metrics"}, "would become part of the data set"),
-        ({"fill": "grey"}, "fill 'grey': expected one of blur, mean, noise"),
-        ({"fill": "mean"}, "--fill: only for --faithfulness; add one"),
         ({"attack_margin": 3}, "--attack-margin: only for --attack-outside"),
         ({"target_error": 5.0}, "target_error 5.0: expected a share between 0 and 1"),
         (
@@ -313,11 +293,10 @@ def test_names_that_are_not_utf8_are_written_as_infer_writes_them(folder, metric
 
     predictions = _rows(tmp_path / "out" / "predictions.csv")
     assert [row["image"].split("/")[1] for row in predictions if row["label"] not in LABELS] == [r"cl\xff"] * 3
-    assert [row["label"] for row in _rows(tmp_path / "out" / "confusion.csv")] == ["0", "1", "2", r"cl\xff"]
 
 
 def test_faithfulness_of_a_checkpoint_and_of_its_export_agree(folder, model, metrics, lines):
-    checkpoint, exported = metrics(folder, model.with_suffix(".pt"), model, faithfulness=True, limit=4, fill="mean")
+    checkpoint, exported = metrics(folder, model.with_suffix(".pt"), model, faithfulness=True, limit=4)
 
     assert checkpoint["faithfulness"]["images"] == exported["faithfulness"]["images"] == 4
     names = ["contribution", "random"]
@@ -327,8 +306,7 @@ def test_faithfulness_of_a_checkpoint_and_of_its_export_agree(folder, model, met
     assert rankings[0].keys() - rankings[1].keys() == {"grad-cam"}
     assert exported["faithfulness"]["unavailable"]["grad-cam"].startswith("an exported model has no gradients")
     for name in names:
-        for curve in ("deletion", "insertion"):
-            assert rankings[0][name][curve] == pytest.approx(rankings[1][name][curve], abs=1e-5)
+        assert rankings[0][name]["deletion"] == pytest.approx(rankings[1][name]["deletion"], abs=1e-5)
     assert [change["same_cell"] for change in checkpoint["faithfulness"]["stability"]] == [
         change["same_cell"] for change in exported["faithfulness"]["stability"]
     ]
@@ -342,7 +320,7 @@ def test_the_generated_set_has_parts_and_foreground(metrics, lines, tmp_path, op
         tmp_path / "data", num_species=4, train_per_class=1, val_per_class=1, test_per_class=3, size=(96, 96)
     )
     path = _save(tmp_path / "model.pt", list(data.classes), 2)
-    document = metrics(data.root, path, faithfulness=True, limit=2, fill="mean")
+    document = metrics(data.root, path, faithfulness=True, limit=2)
 
     assert "random cells of the creature" in document["faithfulness"]["random_control"]
     # random weights predict at least one of twelve correctly here

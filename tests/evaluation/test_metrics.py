@@ -13,7 +13,7 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.evaluation.metrics import (
     ClassCounts,
     Evaluation,
-    collapse_per_image,
+    collapse_of_cells,
     compute_metrics,
     count_by_class,
     format_classes,
@@ -40,7 +40,8 @@ METADATA = Metadata(("a", "b"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact",
     ids=["five cells", "one cell", "two cells", "three, apart", "class 0", "class 1", "mean", "one prototype"],
 )
 def test_collapse_counts_different_cells_of_the_true_class(cells, labels, m, expected):
-    collapse = collapse_per_image(np.array(cells, np.int32), np.array(labels), ClassMap.blocks(max(labels) + 1, m))
+    slots, labels = ClassMap.blocks(max(labels) + 1, m), np.array(labels)
+    collapse = collapse_of_cells(slots.take(np.array(cells, np.int32), labels), labels, slots)
     assert collapse.mean() == pytest.approx(expected)
 
 
@@ -74,9 +75,8 @@ def test_macro_f1_weighs_classes_alike_and_metrics_that_were_not_measured_are_le
 
 
 def test_collapse_has_a_standard_deviation_and_top_5_needs_more_than_five_classes():
-    argmax = np.array([[1, 1, 4, 5], [1, 1, 4, 5]], np.int32)
     labels = np.array([0, 1])
-    collapse = collapse_per_image(argmax, labels, ClassMap.blocks(2, 2))
+    collapse = collapse_of_cells(np.array([[1, 1], [4, 5]], np.int32), labels, ClassMap.blocks(2, 2))
     metrics = compute_metrics(PREDICTIONS[:2, :2], labels, collapse)
     assert (metrics.spatial_prototype_collapse, metrics.spatial_prototype_collapse_std) == (0.5, 0.5)
     labels = np.zeros(3, np.int64)

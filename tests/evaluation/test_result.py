@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from opal_deploy.errors import UsageError
-from opal_deploy.evaluation.metrics import RiskCurve, TargetMargin
+from opal_deploy.evaluation.metrics import TargetMargin, summarize_risk
 from opal_deploy.evaluation.result import EVALUATION, check_folder, create_folders, format_curve, format_threshold
 
 
@@ -38,7 +38,7 @@ def test_a_folder_in_the_data_set_is_refused(tmp_path, below):
 
 
 def test_a_margin_is_told_with_its_bound_or_the_rates_that_have_one():
-    summary = RiskCurve.of(np.linspace(1.0, 1 / 3, 80), np.ones(80, np.bool_)).summary()
+    summary = summarize_risk(np.linspace(1.0, 1 / 3, 80), np.ones(80, np.bool_))
     chosen = TargetMargin.choose(summary, 0.05)
     assert f"--min-margin {chosen.min_margin!r} for an error rate of at most 5 %" in format_threshold(chosen, summary)
     refused = format_threshold(TargetMargin.choose(summary, 0.01), summary)
