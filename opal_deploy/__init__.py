@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from opal_deploy.auditing.model_diff import DiffReport
     from opal_deploy.auditing.verify import Verification, verify
     from opal_deploy.editing.api import EditResult, edit_model
-    from opal_deploy.evaluation.api import evaluate_model, evaluate_models
+    from opal_deploy.evaluation.api import evaluate_model
     from opal_deploy.evaluation.result import ModelEvaluation
     from opal_deploy.export.api import export_engines, export_hugging_face, export_model, export_triton, export_web
     from opal_deploy.export.files import ExportResult
@@ -85,7 +85,6 @@ __all__ = [
     "diff",
     "edit_model",
     "evaluate_model",
-    "evaluate_models",
     "export_engines",
     "export_hugging_face",
     "export_model",
@@ -112,7 +111,7 @@ _LAZY = {
     "auditing.model_diff": ("DiffReport",),
     "auditing.verify": ("Verification", "verify"),
     "editing.api": ("EditResult", "edit_model"),
-    "evaluation.api": ("evaluate_model", "evaluate_models"),
+    "evaluation.api": ("evaluate_model",),
     "evaluation.result": ("ModelEvaluation",),
     "export.api": ("export_engines", "export_hugging_face", "export_model", "export_triton", "export_web"),
     "export.files": ("ExportResult",),

@@ -86,7 +86,7 @@ def score_data(path: Path, metadata: Metadata, options: EditOptions, restore: li
     reading, unlabelled = options.evaluate_options(), None
     if options.background is not None:
         unlabelled = list_background(options.background)
-    inputs = read_inputs(Path(options.data), {path: metadata}, reading)
+    inputs = read_inputs(Path(options.data), path, metadata, reading)
     session = _open(path, metadata, options, restore)
     progress = as_progress(options.progress)
     measured = evaluate_session(

@@ -82,7 +82,7 @@ class EditOptions(Options):
         """Return the options with which the data set is read and measured."""
         shared = ("dataset", "partition", "skip_missing", "split", "boxes", "annotations", "batch", "device", "threads")
         values = {name: getattr(self, name) for name in (*shared, "log", "progress")}
-        return EvaluateOptions(**values, parts=None)
+        return EvaluateOptions(**values)
 
     def repeat(self, model: Path, drop: Sequence[str] = (), *, folders: bool = True) -> list[str]:
         """Return the command that takes these slots out, measured on the same images; see `to_arguments`."""

@@ -32,11 +32,14 @@ class EvaluationInputs:
     background: list[Sample]  # out-of-distribution images, for the OOD score; may be empty
 
 
-def read_inputs(data: Path, metadata: dict[Path, Metadata], options: EvaluateOptions) -> EvaluationInputs:
+def read_inputs(data: Path, path: Path, metadata: Metadata, options: EvaluateOptions) -> EvaluationInputs:
     """Read a data set's split with the annotations that the options and the data set allow; log warnings.
 
+    Args:
+        path, metadata: of the model.
+
     Raises:
-        UsageError: the data set does not fit the options or a model, or annotations are missing or damaged.
+        UsageError: the data set does not fit the options or the model, or annotations are missing or damaged.
     """
     # classes with a few images cannot be split
     needs_validation = options.split in ("train", "val")
@@ -51,27 +54,19 @@ def read_inputs(data: Path, metadata: dict[Path, Metadata], options: EvaluateOpt
             f"{data_set.root}: no {options.split} images; give --split all for all {len(data_set.select('all')):,} if "
             "none was used in training, or --split val for those that `train` sets aside"
         )
-    warnings = list(data_set.warnings)
-    for path, described in metadata.items():
-        check_classes(path, list(described.class_names), data_set)
-        warnings.append(_describe_trained_images(path, described.training, data_set, options.split))
-        warnings.append(describe_crop_mismatch(path, described.crop, data_set, boxes=options.boxes))
-    for line in filter(None, warnings):
+    check_classes(path, list(metadata.class_names), data_set)
+    trained_on = _describe_trained_images(path, metadata.training, data_set, options.split)
+    crop_mismatch = describe_crop_mismatch(path, metadata.crop, data_set, boxes=options.boxes)
+    for line in filter(None, (*data_set.warnings, trained_on, crop_mismatch)):
         options.log(WarningLine(f"warning: {line}"))
-    located, generated, use_parts = cub.has_parts(data_set), has_creatures(data_set), options.parts is not False
-    if options.parts and not located and not generated:
-        raise UsageError(
-            f"{data_set.root}: no part locations (CUB's parts/part_locs.txt or the generated set's parts.jsonl); "
-            "leave --parts out"
-        )
-    if options.interventions and not generated:
+    if options.interventions and not has_creatures(data_set):
         raise UsageError(f"{data_set.root}: --interventions draws creatures; it needs a generated data set (`demo`)")
     objects = None if options.annotations is None else Path(options.annotations)
     return EvaluationInputs(
         data_set,
         samples,
-        cub.read_parts(data_set.root, samples) if use_parts and located else None,
-        annotate(data_set, samples, boxes=options.boxes, parts=use_parts, objects=objects),
+        cub.read_parts(data_set.root, samples) if options.parts and cub.has_parts(data_set) else None,
+        annotate(data_set, samples, boxes=options.boxes, parts=options.parts, objects=objects),
         [] if options.background is None else read_background(options.background, data_set),
     )
 

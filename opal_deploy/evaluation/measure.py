@@ -1,8 +1,8 @@
-"""Measure models one after another: check everything first, then log each figure as soon as it is known."""
+"""Measure a model: check everything first, then log each figure as soon as it is known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -30,51 +30,39 @@ from opal_deploy.model.neighbours import Neighbours
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.options import StrPath
 from opal_deploy.records.decision import describe_supported_rates
-from opal_deploy.runtime.select import open_sessions, read_model_metadata
+from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import Session
 from opal_deploy.runtime.torch_session import TorchSession, torch_device
 from opal_deploy.synthetic import read_annotations
 
 
-def measure_models(models: Sequence[StrPath | Model], data: Path, options: EvaluateOptions) -> list[ModelEvaluation]:
-    """Check everything first, then measure one model after another; see `evaluate_model`."""
-    paths = [_find_file(model) for model in models]
-    out = None if options.out is None else Path(options.out)
-    if out is not None:
-        result.check_folder(out, data, overwrite=options.overwrite)
-    # a loaded model keeps its session; another is opened when its turn comes, so that only one is in memory
-    loaded = {path: model.sessions[0] for path, model in zip(paths, models, strict=True) if isinstance(model, Model)}
-    metadata = {path: loaded[path].metadata if path in loaded else read_model_metadata(path) for path in paths}
-    for path in paths:
-        check_model(path, metadata[path], options)
-    inputs = read_inputs(data, metadata, options)
-    folders = [None] * len(paths) if out is None else result.create_folders(out, paths)
-
-    results: list[ModelEvaluation] = []
-    for path, folder in zip(paths, folders, strict=True):
-        results.append(_measure(path, loaded.get(path) or _open(path, options), inputs, options, folder))
-    for measured in results if options.record else ():
-        options.log(record_evaluation(measured, inputs.data))
-        if measured.baseline is not None:
-            _log(options, describe_supported_rates(measured.metrics.risk or {}, measured.baseline))
-    if out is not None:
-        documents = [measured.to_dict() for measured in results]
-        write_json(out / result.EVALUATION, documents[0] if len(documents) == 1 else documents)
-        options.log(str(out))
-    return results
-
-
-def _open(path: Path, options: EvaluateOptions) -> Session:
-    return open_sessions(path, device=options.device, threads=options.threads)[0]
-
-
-def _find_file(model: StrPath | Model) -> Path:
+def measure_model(model: StrPath | Model, data: Path, options: EvaluateOptions) -> ModelEvaluation:
+    """Check everything first, then measure, and write what the options ask for; see `evaluate_model`."""
     path = model.path if isinstance(model, Model) else Path(model)
     if path is None:
         raise UsageError("this Model has no file; give one that `opal_deploy.load` returned, or a path")
     if not path.is_file():
         raise UsageError(f"{path}: no such model; expected a file of `opal-deploy export`, or a checkpoint")
-    return path
+    out = None if options.out is None else Path(options.out)
+    if out is not None:
+        result.check_folder(out, data, overwrite=options.overwrite)
+    if isinstance(model, Model):
+        session = model.sessions[0]
+    else:
+        session = open_sessions(path, device=options.device, threads=options.threads)[0]
+    check_model(path, session.metadata, options)
+    inputs = read_inputs(data, path, session.metadata, options)
+    if out is not None:
+        result.create_folder(out)
+    measured = _measure(path, session, inputs, options)
+    if options.record:
+        options.log(record_evaluation(measured, inputs.data))
+        if measured.baseline is not None:
+            _log(options, describe_supported_rates(measured.metrics.risk or {}, measured.baseline))
+    if out is not None:
+        write_json(out / result.EVALUATION, measured.to_dict())
+        options.log(str(out))
+    return measured
 
 
 def _log(options: EvaluateOptions, lines: Iterable[str]) -> None:
@@ -82,10 +70,7 @@ def _log(options: EvaluateOptions, lines: Iterable[str]) -> None:
         options.log(line)
 
 
-def _measure(
-    path: Path, session: Session, inputs: EvaluationInputs, options: EvaluateOptions, folder: Path | None
-) -> ModelEvaluation:
-    """Measure one model; its files go to `folder`, if any."""
+def _measure(path: Path, session: Session, inputs: EvaluationInputs, options: EvaluateOptions) -> ModelEvaluation:
     metadata, samples, annotations = session.metadata, inputs.samples, inputs.annotations
     progress = as_progress(options.progress)
     set_aside = has_validation_images(metadata, inputs, options)
@@ -98,11 +83,10 @@ def _measure(
         session, samples, boxes=options.boxes, batch=options.batch, parts=inputs.part_locations, seed=options.seed,
         progress=progress, model=str(path),
     )  # fmt: skip
-    if folder is not None:
-        result.write_predictions(folder / result.PREDICTIONS, evaluation, metadata, samples, inputs.data.root)
-    measured = ModelEvaluation(
-        path, session.description, options.split, options.boxes, metadata, evaluation, out=folder
-    )
+    out = None if options.out is None else Path(options.out)
+    if out is not None:
+        result.write_predictions(out / result.PREDICTIONS, evaluation, metadata, samples, inputs.data.root)
+    measured = ModelEvaluation(path, session.description, options.split, options.boxes, metadata, evaluation, out=out)
     _log(options, result.format_metrics(measured))
 
     def add(name: str, figures: Any, describe: Callable[[Any], Iterable[str]]) -> ModelEvaluation:

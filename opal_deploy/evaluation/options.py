@@ -46,10 +46,10 @@ class EvaluateOptions(Options):
     split: Annotated[Split, Option("Images to measure; `all` for a folder that was not used in training.")] = "test"
     boxes: CropToBoxes = True
     parts: Annotated[
-        bool | None,
-        Option("Prototype consistency, stability and part purity, and the pointing game on parts.",
-               flag="--parts/--no-parts", default="where the data set has parts"),
-    ] = None  # fmt: skip
+        bool,
+        Option("Consistency, stability, part purity and the pointing game on parts, where the data set has them.",
+               flag="--parts/--no-parts"),
+    ] = True  # fmt: skip
     annotations: Annotated[
         StrPath | None,
         Option("COCO file with object boxes for the pointing game.",

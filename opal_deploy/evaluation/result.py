@@ -1,6 +1,6 @@
 """The result of `evaluate_model`: its figures, its text, and the folder of `--out`.
 
-The folder holds evaluation.json and per model predictions.csv. Names are escaped as in `infer`'s records: a backslash
+The folder holds evaluation.json and predictions.csv. Names are escaped as in `infer`'s records: a backslash
 doubled, a byte that is not UTF-8 as \\xff.
 """
 
@@ -183,21 +183,12 @@ def check_folder(folder: Path, data: Path, *, overwrite: bool) -> None:
         raise UsageError(f"{folder}: it already holds an evaluation; give another --out, or --overwrite")
 
 
-def create_folders(folder: Path, models: Sequence[Path]) -> list[Path]:
-    """Create and return `folder` for one model; for several, a subfolder each, named like the file.
-
-    Raises:
-        UsageError: a folder cannot be created.
-    """
-    names = [model.name for model in models]
-    numbered = [name if names.count(name) == 1 else f"{n}-{name}" for n, name in enumerate(names, start=1)]
-    folders = [folder] if len(models) == 1 else [folder / name for name in numbered]
+def create_folder(folder: Path) -> None:
+    """Create `folder`; raise UsageError if that fails."""
     try:
-        for path in folders:
-            path.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{folder}: cannot be created ({error.strerror or error}); give another --out") from None
-    return folders
 
 
 def write_predictions(

@@ -1,34 +1,23 @@
 """The folder of an evaluation, and the line on a chosen margin."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.metrics import TargetMargin, summarize_risk
-from opal_deploy.evaluation.result import EVALUATION, check_folder, create_folders, format_curve, format_threshold
-
-
-def test_several_models_have_a_folder_each(tmp_path):
-    one, two, three = Path("a/best.pt"), Path("b/best.pt"), Path("b/best.onnx")
-    assert create_folders(tmp_path / "deep" / "out", [one]) == [tmp_path / "deep" / "out"]
-    assert create_folders(tmp_path, [one, three]) == [tmp_path / "best.pt", tmp_path / "best.onnx"]
-    folders = create_folders(tmp_path, [one, two, three])
-    assert folders == [tmp_path / "1-best.pt", tmp_path / "2-best.pt", tmp_path / "best.onnx"]
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="cannot be created"):
-        create_folders(tmp_path / "file" / "out", [one])
+from opal_deploy.evaluation.result import EVALUATION, check_folder, create_folder, format_curve, format_threshold
 
 
 def test_only_overwrite_replaces_an_earlier_evaluation(tmp_path):
     out, data = tmp_path / "out", tmp_path / "data"
     check_folder(out, data, overwrite=False)
-    out.mkdir()
+    create_folder(out)
     (out / EVALUATION).touch()
     with pytest.raises(UsageError, match="--overwrite"):
         check_folder(out, data, overwrite=False)
     check_folder(out, data, overwrite=True)
+    with pytest.raises(UsageError, match="cannot be created"):
+        create_folder(out / EVALUATION / "below")
 
 
 @pytest.mark.parametrize("below", [".", "a/out", "../data/out"])
