@@ -51,7 +51,6 @@ def measure_pipeline(
 
     Raises UsageError for fewer usable images than a batch.
     """
-    timing.reset_peak_memory()
     session, workers = model.session, options.workers or default_workers()
     decoded = decode_images(items, session.metadata.input_size, options.batch)
     batches = np.split(decoded, len(decoded) // options.batch)
@@ -73,7 +72,7 @@ def measure_pipeline(
             bare.append(len(latencies) * options.batch / seconds)
             progress(repeat + 1, options.repeats)
     after = timing.read_gpus([model.target.device])
-    figures = _build_figures(bare, passes) | stages | timing.peak_memory()
+    figures = _build_figures(bare, passes) | stages
     count = _count(passes[INFER][-1])
     times = [_describe_time(name, figures) for name in names]
     return Measurement(

@@ -122,7 +122,7 @@ def pipeline(
 
 bench = typer.Typer(
     name="bench",
-    help="Measure speed, memory and cost; each result records its settings and machine.",
+    help="Measure speed and cost; each result records its settings and machine.",
     cls=CommandGroup,
     no_args_is_help=True,
     rich_markup_mode=None,

@@ -15,7 +15,6 @@ from opal_deploy.bench.networks import update_batch_norms
 from opal_deploy.datasets import cub
 from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.datasets.registry import read_dataset
-from opal_deploy.evaluation.api import evaluate_model
 from opal_deploy.evaluation.parts import (
     TOP,
     PartProtocol,
@@ -388,12 +387,3 @@ def test_what_can_be_measured_is_measured_all_the_same(data, exported):
     assert parts == replace(_measure(exported, data).parts, stability=None, unavailable=parts.unavailable)
     assert parts.to_dict()["prototype_stability"] is None
     assert list(parts.to_dict()["unavailable"]) == ["prototype_stability"]
-
-
-def test_the_function_gives_the_same_figures_as_shares(birds, data, checkpoint):
-    options = {"device": "cpu", "threads": 1, "log": lambda line: None}
-    document = evaluate_model(checkpoint, birds, dataset="cub", **options).to_dict()
-    figures = _measure(TorchSession(checkpoint, device="cpu", threads=1), data).parts
-    assert document.items() >= figures.to_dict().items()
-    assert document["prototype_consistency"] == figures.consistency / 100
-    assert "test_top5" in document
