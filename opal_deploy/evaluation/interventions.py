@@ -1,10 +1,9 @@
 """Take parts of drawn creatures away, and compare the evidence with what that changes (`--interventions`).
 
 The protocol is FunnyBirds' (Hesse, Schaub-Meyer and Roth, ICCV 2023), with the generated creatures, of which every part
-can be left out while all else stays. Each creature is drawn with each of the 32 subsets of its five parts, so what a
-part is worth to the network is known, not estimated. The importance that an explanation gives a part is the sum of its
-cells whose centre lies in the part's box. Parts with at least half of an even share of the sum over parts count as
-named.
+can be left out while all else stays: so what a part is worth to the network is known, not estimated. The importance of
+a part to an explanation is the sum of its cells whose centre lies in the part's box. Parts with at least half of an
+even share of the sum over parts count as named.
 
 Measures, each the mean over creatures:
 
@@ -16,10 +15,10 @@ Measures, each the mean over creatures:
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,16 +32,14 @@ from opal_deploy.evaluation.metrics import Figures, Mean, format_cell, format_co
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.predict.prepare import prepare
 from opal_deploy.predict.types import InferenceOptions, Pixels
+from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.runtime.session import Session
 from opal_deploy.sources.image import InputImage
-from opal_deploy.synthetic.creatures import VARIANTS, Species, draw_creature, list_species
+from opal_deploy.synthetic.creatures import VARIANTS, Creature, Species, draw_creature, list_species
 
 EVIDENCE, RANDOM_HEAD, GRAD_CAM = "evidence", "random head", "Grad-CAM"
 PARTS = tuple(VARIANTS)
-# every set of parts that are left, the whole creature first
-_SUBSETS = [
-    frozenset(parts) for size in range(len(PARTS), -1, -1) for parts in itertools.combinations(range(len(PARTS)), size)
-]
+_ALL_PARTS = frozenset(range(len(PARTS)))
 # a named part has this share of an even one
 _NAMED = 0.5
 # first word of the seeds: a stream of its own
@@ -112,17 +109,15 @@ def measure_interventions(
     correct, same = [], []
     for number in range(images):
         label, stream = number % len(kinds), (_STREAM, seed, number)
-        draw = partial(draw_creature, kinds[label])
-        hidden = [[part for index, part in enumerate(PARTS) if index not in left] for left in _SUBSETS]
-        drawn = [draw(np.random.default_rng(stream), size, hide=hide) for hide in hidden]
-        moved = draw(np.random.default_rng(stream), size, scene=np.random.default_rng(number))
-        creatures = [InputImage(None, creature.image) for creature in [*drawn, moved]]
-        ready = [prepare(creature, metadata.input_size, InferenceOptions()) for creature in creatures]
-        pixels, geometry = np.stack([image.pixels for image in ready if image.pixels is not None]), ready[0].geometry
-        assert geometry is not None  # drawn images are readable
+        draw = partial(_draw_without, kinds[label], stream, size)
+        drawn = [draw(()), *(draw([part]) for part in range(len(PARTS)))]
+        scene = np.random.default_rng(number)
+        moved = draw_creature(kinds[label], np.random.default_rng(stream), size, scene=scene)
+        pixels, geometry = _prepare([*drawn, moved], metadata)
         outputs = session.run(pixels)
         answers = outputs.logits.argmax(axis=1)
         predicted = int(answers[0])
+        drops = outputs.logits[0, predicted] - outputs.logits[1:-1, predicted]
         correct.append(predicted == label)
         same.append(answers[-1] == predicted)
         # whether each part's box holds the centre of each cell, 0 or 1: float64 [parts, H * W]
@@ -131,11 +126,27 @@ def measure_interventions(
         on_parts = np.array([(x >= x0) & (x <= x1) & (y >= y0) & (y <= y1) for x0, y0, x1, y1 in boxes], np.float64)
         for name, explain in methods.items():
             importance = on_parts @ explain(pixels, outputs, predicted)
-            kept = answers[:-1] == predicted
-            measured[name].append(compare_parts(importance, outputs.logits[:-1, predicted], kept))
+            named = name_parts(importance)
+            changed, _ = _prepare([draw(named), draw(_ALL_PARTS - named)], metadata)
+            without, alone = session.run(changed).logits.argmax(axis=1) == predicted
+            measured[name].append((rank_correlation(importance, drops), float(not without), float(alone)))
         progress(number + 1, images, "taking parts away")
     explained = [Explained(name, *map(mean_with_interval, zip(*rows, strict=True))) for name, rows in measured.items()]
     return Interventions(images, seed, float(np.mean(correct)), mean_with_interval(same), explained)
+
+
+def _draw_without(species: Species, stream: Sequence[int], size: tuple[int, int], parts: Iterable[int]) -> Creature:
+    """Draw the creature of a stream of random numbers without some of its parts; all else stays."""
+    return draw_creature(species, np.random.default_rng(stream), size, hide=[PARTS[part] for part in parts])
+
+
+def _prepare(creatures: Sequence[Creature], metadata: Metadata) -> tuple[Pixels, Geometry]:
+    """Return drawn images as the model sees them, uint8 [n, H0, W0, 3], and how all of them got there."""
+    images = [InputImage(None, creature.image) for creature in creatures]
+    ready = [prepare(image, metadata.input_size, InferenceOptions()) for image in images]
+    geometry = ready[0].geometry
+    assert geometry is not None  # drawn images are readable
+    return np.stack([image.pixels for image in ready if image.pixels is not None]), geometry
 
 
 def _list_kinds(metadata: Metadata) -> tuple[Species, ...]:
@@ -163,28 +174,19 @@ def _explain_by_slots(metadata: Metadata, _: Pixels, outputs: Outputs, class_id:
     return relevance
 
 
-def compare_parts(
-    importance: NDArray[np.float64], logits: NDArray[np.float32], kept: NDArray[np.bool_]
-) -> tuple[float, float, float]:
-    """Return one image's measures.
+def name_parts(importance: NDArray[np.float64]) -> frozenset[int]:
+    """Return the parts with at least half of an even share of the importance over parts."""
+    total = np.maximum(importance, 0).sum()
+    if total <= 0:
+        return frozenset()
+    return frozenset(np.flatnonzero(importance * len(importance) >= _NAMED * total).tolist())
 
-    Args:
-        importance: [parts].
-        logits: [subsets], of the class predicted for the whole creature.
-        kept: bool [subsets], whether that class is predicted.
-    """
+
+def rank_correlation(first: NDArray[Any], second: NDArray[Any]) -> float:
+    """Return Spearman's correlation, equal values sharing their mean rank; 0 where either is constant."""
     from scipy.stats import spearmanr
 
-    every = _SUBSETS[0]
-    places = {left: number for number, left in enumerate(_SUBSETS)}
-    drops = np.array([logits[0] - logits[places[every - {part}]] for part in range(len(PARTS))])
-    # of a constant the correlation is not defined
-    constant = min(np.ptp(importance), np.ptp(drops)) == 0
-    correlation = 0.0 if constant else float(spearmanr(importance, drops).statistic)
-    # a part with at least half of an even share of the importance over parts is named
-    total = np.maximum(importance, 0).sum()
-    named = frozenset(np.flatnonzero(importance * len(PARTS) >= _NAMED * total).tolist() if total > 0 else ())
-    return correlation, float(not kept[places[every - named]]), float(kept[places[named]])
+    return 0.0 if min(np.ptp(first), np.ptp(second)) == 0 else float(spearmanr(first, second).statistic)
 
 
 def format_interventions(measured: Interventions) -> Iterator[str]:
