@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -54,7 +54,7 @@ def measure_model(model: StrPath | Model, data: Path, options: EvaluateOptions) 
     inputs = read_inputs(data, path, session.metadata, options)
     if out is not None:
         result.create_folder(out)
-    measured = _measure(path, session, inputs, options)
+    measured = _measure_evidence(_measure(path, session, inputs, options), session, inputs, options)
     if options.record:
         options.log(record_evaluation(measured, inputs.data))
         if measured.baseline is not None:
@@ -71,8 +71,8 @@ def _log(options: EvaluateOptions, lines: Iterable[str]) -> None:
 
 
 def _measure(path: Path, session: Session, inputs: EvaluationInputs, options: EvaluateOptions) -> ModelEvaluation:
-    metadata, samples, annotations = session.metadata, inputs.samples, inputs.annotations
-    progress = as_progress(options.progress)
+    """Return what is measured whatever the options."""
+    metadata, samples = session.metadata, inputs.samples
     set_aside = has_validation_images(metadata, inputs, options)
     if inputs.background and not set_aside:
         raise UsageError(
@@ -81,7 +81,7 @@ def _measure(path: Path, session: Session, inputs: EvaluationInputs, options: Ev
         )
     evaluation = evaluate_session(
         session, samples, boxes=options.boxes, batch=options.batch, parts=inputs.part_locations, seed=options.seed,
-        progress=progress, model=str(path),
+        progress=as_progress(options.progress), model=str(path),
     )  # fmt: skip
     out = None if options.out is None else Path(options.out)
     if out is not None:
@@ -89,40 +89,52 @@ def _measure(path: Path, session: Session, inputs: EvaluationInputs, options: Ev
     measured = ModelEvaluation(path, session.description, options.split, options.boxes, metadata, evaluation, out=out)
     _log(options, result.format_metrics(measured))
 
-    def add(name: str, figures: Any, describe: Callable[[Any], Iterable[str]]) -> ModelEvaluation:
-        _log(options, describe(figures))
-        return replace(measured, **{name: figures})
-
     # a model without a temperature gets one from the images that training set aside
     calibration = evaluate_calibration(evaluation.outputs.logits, evaluation.labels, metadata, fit=set_aside)
-    measured = add("calibration", calibration, lambda figures: format_calibration(figures, metadata))
+    _log(options, format_calibration(calibration, metadata))
     if options.split == "val" and not set_aside and calibration.calibrated is None:
         options.log("no temperature fitted: these images or crops are not the ones that training set aside")
+
+    field = ReceptiveField.from_dict(metadata.receptive_field)
+    if (field is None or field.effective is None) and model_kind(path) == "checkpoint":
+        network = checkpoint.load(path).network.to(torch_device(options.device))
+        field = measure_receptive_field(network, samples, boxes=options.boxes)
+    missing = "receptive field: not stored in this model; evaluate its checkpoint, or export that again"
+    _log(options, [missing] if field is None else field.describe(metadata.input_size))
+    measured = replace(measured, calibration=calibration, receptive_field=field)
+    if (risk := evaluation.evaluation.risk) is not None:
+        options.log(result.format_curve(risk))
+        if options.target_error is not None:
+            margin = TargetMargin.choose(risk, options.target_error)
+            options.log(result.format_threshold(margin, risk))
+            measured = replace(measured, threshold=margin)
+    if options.record and set_aside:
+        baseline, neighbours = _measure_baseline(path, session, inputs, evaluation, options)
+        measured = replace(measured, baseline=baseline, neighbours=neighbours)
+    if inputs.annotations.known and metadata.evidence == "exact":
+        game = pointing.play_pointing_game(evaluation, inputs.annotations, metadata)
+        _log(options, pointing.format_game(game))
+        measured = replace(measured, pointing_game=game)
+    return measured
+
+
+def _measure_evidence(
+    measured: ModelEvaluation, session: Session, inputs: EvaluationInputs, options: EvaluateOptions
+) -> ModelEvaluation:
+    """Return the evaluation with what only some options measure, on a choice of the images."""
+    path, metadata, field = measured.path, measured.metadata, measured.receptive_field
+    samples, annotations, progress = inputs.samples, inputs.annotations, as_progress(options.progress)
+    is_checkpoint = model_kind(path) == "checkpoint"
+    chosen = choose_samples(samples, options.limit)
 
     @cache
     def load_network() -> OpalNetwork:
         return checkpoint.load(path).network.to(torch_device(options.device))
 
-    is_checkpoint = model_kind(path) == "checkpoint"
-    field = ReceptiveField.from_dict(metadata.receptive_field)
-    if (field is None or field.effective is None) and is_checkpoint:
-        field = measure_receptive_field(load_network(), samples, boxes=options.boxes)
-    missing = "receptive field: not stored in this model; evaluate its checkpoint, or export that again"
-    _log(options, [missing] if field is None else field.describe(metadata.input_size))
-    measured = replace(measured, receptive_field=field)
-    if (risk := evaluation.evaluation.risk) is not None:
-        options.log(result.format_curve(risk))
-        if options.target_error is not None:
-            margin = TargetMargin.choose(risk, options.target_error)
-            measured = add("threshold", margin, lambda chosen: [result.format_threshold(chosen, risk)])
-    if options.record and set_aside:
-        baseline, neighbours = _measure_baseline(path, session, inputs, evaluation, options)
-        measured = replace(measured, baseline=baseline, neighbours=neighbours)
-    if annotations.known and metadata.evidence == "exact":
-        game = pointing.play_pointing_game(evaluation, annotations, metadata)
-        measured = add("pointing_game", game, pointing.format_game)
+    def add(name: str, figures: Any, lines: Iterable[str]) -> ModelEvaluation:
+        _log(options, lines)
+        return replace(measured, **{name: figures})
 
-    chosen = choose_samples(samples, options.limit)
     if options.faithfulness:
         effective = None if field is None else field.in_cells(metadata.grid)
         removed = faithfulness.measure_faithfulness(
@@ -131,17 +143,17 @@ def _measure(path: Path, session: Session, inputs: EvaluationInputs, options: Ev
             heat_map=GradCam(load_network()) if is_checkpoint else None,
             center=0.5 if effective is None else effective.center, progress=progress,
         )  # fmt: skip
-        measured = add("faithfulness", removed, faithfulness.format_faithfulness)
+        measured = add("faithfulness", removed, faithfulness.format_faithfulness(removed))
     if options.attack_outside:
         attacked = attack.measure_attack(
             load_network(), metadata, samples, chosen, options, field=field, progress=progress
         )
-        measured = add("attack", attacked, attack.format_attack)
+        measured = add("attack", attacked, attack.format_attack(attacked))
     if options.randomise:
         shuffled = randomise.measure_randomisation(
             checkpoint.load(path), [samples[i] for i in chosen], annotations.select(chosen), options, progress=progress
         )
-        measured = add("randomisation", shuffled, randomise.format_randomisation)
+        measured = add("randomisation", shuffled, randomise.format_randomisation(shuffled))
     if options.interventions:
         heat_map = random_head = None
         if is_checkpoint:
@@ -154,7 +166,8 @@ def _measure(path: Path, session: Session, inputs: EvaluationInputs, options: Ev
             session, (first.height, first.width), options.limit, random_head=random_head, heat_map=heat_map,
             seed=options.seed, progress=progress,
         )  # fmt: skip
-        measured = add("interventions", without_parts, interventions.format_interventions)
+        lines = interventions.format_interventions(without_parts)
+        measured = add("interventions", without_parts, lines)
     return measured
 
 
