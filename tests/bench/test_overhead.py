@@ -162,9 +162,7 @@ def test_all_nine_with_the_percentages_of_the_text():
     ("cell", "text", "line"),
     [
         ("resnet50.params", "23.6M", "DIFFERS"),
-        ("resnet50.gflops", "4.14", "DIFFERS"),
         ("resnet50.opal_gflops.cub", "0.1006", "DIFFERS"),
-        ("resnet50.linear_params.pets", "75.80k", "DIFFERS"),
         ("efficientnet_v2_s.gflops", "2.89", "NO LONGER A DISCREPANCY"),
     ],
 )

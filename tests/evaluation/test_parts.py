@@ -15,6 +15,7 @@ from opal_deploy.bench.networks import update_batch_norms
 from opal_deploy.datasets import cub
 from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.datasets.registry import read_dataset
+from opal_deploy.evaluation.api import evaluate_model
 from opal_deploy.evaluation.parts import (
     TOP,
     PartProtocol,
@@ -251,21 +252,13 @@ def data(birds):
     return read_dataset(birds)
 
 
-def _network(num_classes, head):
+@pytest.fixture(scope="module")
+def checkpoint(data, tmp_path_factory):
+    head = HeadConfig(prototypes_per_class=M)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", num_classes, (224, 224), head))
+        network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", data.num_classes, (224, 224), head))
     update_batch_norms(network, example_images(4, 224, 224))
-    return network
-
-
-@pytest.fixture(scope="module")
-def network(data):
-    return _network(data.num_classes, HeadConfig(prototypes_per_class=M))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(data, network, tmp_path_factory):
     path = tmp_path_factory.mktemp("parts") / "birds.pt"
     checkpoints.save(path, Checkpoint(network, data.class_names))
     return path
@@ -284,15 +277,11 @@ def _measure(session, data, **options):
     return evaluate_session(session, data.test, parts=parts, **options)
 
 
-def _metadata(num_classes=6):
-    names = tuple(str(number) for number in range(num_classes))
-    return Metadata(names, M, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", GRID, (224, 224))
-
-
 class _Detector:
     """Channel k of a 7 x 7 map shines where part `k % m` is, whatever the noise."""
 
-    metadata, device, description = _metadata(), "cpu", "a rule"
+    metadata = Metadata(tuple("abcdef"), M, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", GRID, (224, 224))
+    device, description = "cpu", "a rule"
 
     def __init__(self, parts, num_classes):
         cells = np.clip(parts.truncated_input_points(224)[:, :M] // 32, 0, 6)  # [N, m, (x, y)]
@@ -387,3 +376,12 @@ def test_what_can_be_measured_is_measured_all_the_same(data, exported):
     assert parts == replace(_measure(exported, data).parts, stability=None, unavailable=parts.unavailable)
     assert parts.to_dict()["prototype_stability"] is None
     assert list(parts.to_dict()["unavailable"]) == ["prototype_stability"]
+
+
+def test_the_function_gives_the_same_figures_as_shares(birds, data, checkpoint):
+    options = {"device": "cpu", "threads": 1, "log": lambda line: None}
+    document = evaluate_model(checkpoint, birds, dataset="cub", **options).to_dict()
+    figures = _measure(TorchSession(checkpoint, device="cpu", threads=1), data).parts
+    assert document.items() >= figures.to_dict().items()
+    assert document["prototype_consistency"] == figures.consistency / 100
+    assert "test_top5" in document
