@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from opal_deploy.auditing.inspection import Inspection, inspect
     from opal_deploy.auditing.verify import Verification, verify
     from opal_deploy.editing.api import EditResult, edit_model
-    from opal_deploy.evaluation.api import evaluate_model, evaluate_models
+    from opal_deploy.evaluation.api import evaluate_model
     from opal_deploy.evaluation.result import ModelEvaluation
     from opal_deploy.export.api import export_engines, export_model, export_triton, export_web
     from opal_deploy.export.plan import ExportResult
@@ -83,7 +83,6 @@ __all__ = [
     "diff",
     "edit_model",
     "evaluate_model",
-    "evaluate_models",
     "export_engines",
     "export_model",
     "export_triton",
@@ -108,7 +107,7 @@ _LAZY = {
     "auditing.inspection": ("Inspection", "inspect"),
     "auditing.verify": ("Verification", "verify"),
     "editing.api": ("EditResult", "edit_model"),
-    "evaluation.api": ("evaluate_model", "evaluate_models"),
+    "evaluation.api": ("evaluate_model",),
     "evaluation.result": ("ModelEvaluation",),
     "export.api": ("export_engines", "export_model", "export_triton", "export_web"),
     "export.plan": ("ExportResult",),

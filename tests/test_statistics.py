@@ -6,39 +6,26 @@ import numpy as np
 import pytest
 from scipy.stats import beta
 
-from opal_deploy.statistics import (
-    choose_threshold,
-    clopper_pearson_bound,
-    compute_risk_curve,
-    explain_too_few,
-    share_bounds,
-    smallest_target,
-)
+from opal_deploy.evaluation.metrics import TargetMargin, summarize_risk
+from opal_deploy.statistics import choose_threshold, clopper_pearson_bound, share_bounds, supported_rates
 
 
-@pytest.mark.parametrize("trials", [500, 20_000])
-@pytest.mark.parametrize("confidence", [0.9, 0.95, 0.999])
+@pytest.mark.parametrize(("trials", "confidence"), [(500, 0.9), (20_000, 0.999)])
 def test_the_bound_is_the_beta_quantile(trials, confidence):
     assert clopper_pearson_bound(0, 0) == clopper_pearson_bound(trials, trials) == 1.0
     for cases in (0, 1, 7, 50, 400):
         expected = beta.ppf(confidence, cases + 1, trials - cases)
         assert clopper_pearson_bound(cases, trials, confidence) == pytest.approx(expected, rel=1e-9)
         assert share_bounds(trials - cases, trials, confidence)[0] == pytest.approx(1 - expected)
-
-
-@pytest.mark.parametrize(("cases", "trials", "confidence"), [(3, 2, 0.95), (-1, 2, 0.95), (1, 2, 1.0), (1, 2, 0.0)])
-def test_what_is_no_proportion_is_refused(cases, trials, confidence):
-    with pytest.raises(ValueError, match="cases in"):
-        clopper_pearson_bound(cases, trials, confidence)
+    for wrong in ((trials + 1, confidence), (-1, confidence), (1, 1.0), (1, 0.0)):
+        with pytest.raises(ValueError, match="cases in"):
+            clopper_pearson_bound(wrong[0], trials, wrong[1])
 
 
 def test_five_images_by_hand():
     # by falling margin: right, right, wrong, right, wrong
-    curve = compute_risk_curve([0.2, 0.9, 0.4, 0.8, 0.6], [False, True, True, True, False])
-    assert curve.margins.tolist() == [0.9, 0.8, 0.6, 0.4, 0.2]
-    assert curve.answered.tolist() == [1, 2, 3, 4, 5]
-    assert curve.wrong.tolist() == [0, 0, 1, 1, 2]
-    summary = curve.summary()
+    summary = summarize_risk([0.2, 0.9, 0.4, 0.8, 0.6], [False, True, True, True, False])
+    assert summary["levels"] == [[0.9, 1, 0], [0.8, 2, 0], [0.6, 3, 1], [0.4, 4, 1], [0.2, 5, 2]]
     assert summary["error"] == 0.4
     assert summary["aurc"] == pytest.approx((0 + 0 + 1 / 3 + 1 / 4 + 2 / 5) / 5)
     assert set(summary["coverage_at_error"].values()) == {0.4}
@@ -47,24 +34,23 @@ def test_five_images_by_hand():
 def test_equal_margins_are_answered_together_in_whatever_order_they_come():
     margins = np.array([0.5, 0.5, 0.5, 0.5, 0.1])
     correct = np.array([True, False, True, True, True])
-    curves = [compute_risk_curve(margins[order], correct[order]) for order in ([0, 1, 2, 3, 4], [1, 0, 4, 3, 2])]
-    for curve in curves:
-        assert curve.answered.tolist() == [4, 5]
-        assert curve.wrong.tolist() == [1, 1]
+    for order in ([0, 1, 2, 3, 4], [1, 0, 4, 3, 2]):
+        summary = summarize_risk(margins[order], correct[order])
+        assert summary["levels"] == [[0.5, 4, 1], [0.1, 5, 1]]
         # the wrong one of four is a quarter of a wrong one in each place
-        assert curve.summary()["aurc"] == pytest.approx((4 * 0.25 + 0.2) / 5)
-        assert curve.summary()["coverage_at_error"]["0.05"] == 0.0
+        assert summary["aurc"] == pytest.approx((4 * 0.25 + 0.2) / 5)
+        assert summary["coverage_at_error"]["0.05"] == 0.0
 
 
 def test_levels_are_tenths_of_coverage():
     # the five of least margin are wrong
-    levels = compute_risk_curve(np.arange(25), np.arange(25) >= 5).summary()["levels"]
+    levels = summarize_risk(np.arange(25), np.arange(25) >= 5)["levels"]
     assert [(answered, wrong) for _, answered, wrong in levels] == [
         (3, 0), (5, 0), (8, 0), (10, 0), (13, 0), (15, 0), (18, 0), (20, 0), (23, 3), (25, 5),
     ]  # fmt: skip
     assert (levels[0][0], levels[-1][0]) == (22.0, 0.0)
     # equal levels are kept once
-    few = compute_risk_curve([1.0] * 8 + [0.0], [True] * 9).summary()["levels"]
+    few = summarize_risk([1.0] * 8 + [0.0], [True] * 9)["levels"]
     assert [answered for _, answered, _ in few] == [8, 9]
 
 
@@ -72,42 +58,37 @@ def summarise(wrong_at, images):
     """Falling margins 1 ... 0; the images at these places, counted from 0, are wrong."""
     correct = np.ones(images, np.bool_)
     correct[wrong_at] = False
-    return compute_risk_curve(np.linspace(1.0, 0.0, images), correct).summary()
+    return summarize_risk(np.linspace(1.0, 0.0, images), correct)
 
 
 def test_the_threshold_by_hand():
     # levels 100, 200, ..., 1000; at most 5 %: 100 answered may have 1 wrong (4.66 %), 200 may have 4 (4.53 %)
     summary = summarise([50, 150, 160, 170, 250, 260, 350, 450, 451, 452, 453, 454, *range(500, 600, 4)], 1000)
-    threshold = choose_threshold(summary, 0.05)
+    point = choose_threshold(json.loads(json.dumps(summary)), 0.05)
     assert clopper_pearson_bound(1, 100) == pytest.approx(0.04656, abs=1e-5)
     # 500 answered, 12 wrong, is the last level under 5 %: with 600 there are 37
-    assert (threshold.answered, threshold.wrong, threshold.coverage) == (500, 12, 0.5)
-    assert threshold.min_margin == pytest.approx(1 - 499 / 999)
-    assert threshold.bound == clopper_pearson_bound(12, 500) <= 0.05
-    assert threshold.reason == ""
+    assert (point.answered, point.wrong) == (500, 12)
+    assert point.min_margin == pytest.approx(1 - 499 / 999)
+    assert point.bound == clopper_pearson_bound(12, 500) <= 0.05
+    assert supported_rates(summary) == [0.05, 0.1, 0.2]
+    chosen = TargetMargin.choose(summary, 0.05)
+    assert (chosen.min_margin, chosen.coverage, chosen.upper_bound) == (point.min_margin, 0.5, point.bound)
 
 
 def test_the_first_level_that_fails_ends_the_search_even_if_a_later_one_would_pass():
     # 5 wrong among the 200 most certain, and then none any more
-    summary = summarise([*range(100, 105)], 1000)
-    threshold = choose_threshold(summary, 0.05)
+    point = choose_threshold(summarise([*range(100, 105)], 1000), 0.05)
     assert clopper_pearson_bound(5, 200) > 0.05 >= clopper_pearson_bound(5, 1000)
-    assert (threshold.answered, threshold.wrong) == (100, 0)
+    assert (point.answered, point.wrong) == (100, 0)
 
 
-@pytest.mark.parametrize(
-    ("wrong_at", "images", "reasons"),
-    [
-        ([], 58, ["58 labelled images cannot show", "59 are needed"]),
-        ([0, 3, 7], 100, ["3 of the 60 images with the largest margins are wrong"]),
-    ],
-    ids=["too few images", "certain and wrong"],
-)
-def test_a_summary_may_support_nothing(wrong_at, images, reasons):
-    threshold = choose_threshold(summarise(wrong_at, images), 0.05)
-    assert threshold.min_margin is threshold.to_dict()["min_margin"] is None
-    assert all(reason in threshold.reason for reason in reasons)
-    assert explain_too_few(59, 0.05) == ""
+def test_a_summary_may_support_nothing():
+    # even without errors, 59 images are needed
+    assert choose_threshold(summarise([], 58), 0.05) is None
+    assert choose_threshold(summarise([], 59), 0.05).answered == 59
+    # certain and wrong
+    assert choose_threshold(summarise([0, 3, 7], 100), 0.05) is TargetMargin.choose(summarise([0], 9), 0.05).min_margin
+    assert supported_rates(summarise([0, 1], 2)) == []
 
 
 def test_a_chosen_threshold_holds_on_new_images_as_often_as_it_says():
@@ -117,23 +98,9 @@ def test_a_chosen_threshold_holds_on_new_images_as_often_as_it_says():
     for _ in range(400):
         margins = generator.uniform(size=1000)
         correct = generator.uniform(size=1000) > 0.3 * (1 - margins)
-        threshold = choose_threshold(compute_risk_curve(margins, correct).summary(), 0.05)
-        if threshold.min_margin is not None:
+        point = choose_threshold(summarize_risk(margins, correct), 0.05)
+        if point is not None:
             chosen += 1
-            broken += 0.15 * (1 - threshold.min_margin) > 0.05
+            broken += 0.15 * (1 - point.min_margin) > 0.05
     assert chosen > 200
     assert broken <= 0.07 * 400
-
-
-def test_the_summary_survives_json_and_still_gives_the_same_threshold():
-    summary = summarise([90, 95], 100)
-    assert choose_threshold(json.loads(json.dumps(summary)), 0.05) == choose_threshold(summary, 0.05)
-    assert summary["coverage_at_error"] == {"0.01": 0.9, "0.02": 1.0, "0.05": 1.0}
-
-
-@pytest.mark.parametrize(("images", "wrong"), [(20, 0), (60, 46), (300, 20), (2, 2)])
-def test_the_smallest_target_is_the_first_of_all_that_has_a_threshold(images: int, wrong: int) -> None:
-    summary = compute_risk_curve(np.linspace(0, 1, images), np.arange(images) >= wrong).summary()
-    tenths = (tenth / 1000 for tenth in range(1, 1000))
-    smallest = next((rate for rate in tenths if choose_threshold(summary, rate).min_margin is not None), None)
-    assert smallest_target(summary) == smallest

@@ -111,7 +111,7 @@ class Start(Struct):
 
 
 class Risk(Struct):
-    """The summary of a risk-coverage curve; `levels` has (margin, answered, wrong), see `statistics.RiskCurve`."""
+    """The summary of a risk-coverage curve; `levels` has (margin, answered, wrong); see `evaluation.metrics`."""
 
     images: AtLeastOne
     error: Number

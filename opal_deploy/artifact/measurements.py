@@ -155,7 +155,7 @@ class ReceptiveField:
         global_context: whether a pooling inside the network (squeeze-and-excitation), which `size` leaves out, lets
             cells depend on the whole image.
         effective_offset: coordinate of the centre of cell 0's effective field, the centroid of the energy of scores'
-            gradients (`evaluation.receptive_field`); None where that was not measured.
+            gradients (`evaluation.cells`); None where that was not measured.
         effective: side of the square around that centre that holds 90 % of the energy; None where it was not measured.
         images: images that the effective field was measured on.
     """

@@ -104,7 +104,7 @@ class Metadata:
         training: summary of the run that made the checkpoint.
         exporter: versions of the exporting packages, and the opset.
         verification: the comparison that the file passed, or `{"skipped": WHY}`.
-        risk: summary of the risk-coverage curve of the validation images (`opal_deploy.statistics`), from which a
+        risk: summary of the risk-coverage curve of the validation images (`evaluation.metrics`), from which a
             `min_margin` for an error rate can be chosen; empty where unknown.
         calibration: the `Calibration` that turns logits into probabilities; empty where none was fitted.
         edits: the model's edits, the first one first; see `measurements.describe_edits`.

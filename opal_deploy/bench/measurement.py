@@ -177,14 +177,14 @@ def format_measurements(measurements: Sequence[Measurement]) -> str:
     return "\n".join([format_table(rows[0], rows[1:]), *map(escape_unprintable, dict.fromkeys(notes))])
 
 
-def format_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, markdown: bool = False) -> str:
-    """Return a table as text or Markdown, as wide as it has to be; columns but the first are aligned to the right."""
+def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table as text, as wide as it has to be; columns but the first are aligned to the right."""
     # a heavy import, for people only
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.MARKDOWN if markdown else box.SIMPLE_HEAD, show_edge=markdown)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     for number, title in enumerate(header):
         table.add_column(title, justify="right" if number else "left", no_wrap=True)
     for row in rows:

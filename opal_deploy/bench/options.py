@@ -114,7 +114,6 @@ class PipelineOptions(OutputOptions):
     limit: Annotated[int, Option("Maximum number of images.", min=1)] = 256
     batch: Annotated[int, Option("Batch size.", min=1)] = 8
     workers: Workers = None
-    network: Annotated[bool, Option("Run the network, or replay its outputs.", flag="--network/--no-network")] = True
     explain: Annotated[bool, Option("Also time `infer --explain`.", flag="--explain/--no-explain")] = True
     decode: Decode = "default"
     isolate: Annotated[bool, Option("Decode in processes, as infer does.", flag="--isolate/--no-isolate")] = True
@@ -135,4 +134,3 @@ class OverheadOptions(BackboneOptions):
         tuple[int, ...], _model("Classes, C; repeatable.", cli=list[int], min=2, default="the paper's data sets")
     ] = ()
     check: Annotated[bool, Option("Compare with the paper's figures; exit with 4 on a difference.")] = False
-    table: Annotated[Literal["text", "markdown"], Option("Format of the table on stdout.", flag="--format")] = "text"

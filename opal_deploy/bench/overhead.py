@@ -204,8 +204,8 @@ def format_like(value: float | Decimal, printed: str) -> str:
     return str((Decimal(value) / _UNITS[unit]).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_EVEN)) + unit
 
 
-def format_tables(rows: Sequence[Row], paper: Mapping[str, Any], *, markdown: bool = False) -> str:
-    """Return all tables for a terminal or as Markdown; `paper` has the titles of its backbones and data sets."""
+def format_tables(rows: Sequence[Row], paper: Mapping[str, Any]) -> str:
+    """Return all tables for a terminal; `paper` has the titles of its backbones and data sets."""
     titles = {name: entry["title"] for name, entry in {**paper["backbones"], **paper["datasets"]}.items()}
     operations = ["paper GFLOPs", "true GFLOPs"]
     header = ["backbone", "classes", "params", *operations, "linear params", *operations, "OPAL params", *operations]
@@ -230,8 +230,8 @@ def format_tables(rows: Sequence[Row], paper: Mapping[str, Any], *, markdown: bo
         f"Parameters and operations per image, m = {rows[0].shape.prototypes}; head counts come on top of the "
         "backbone's, % are relative to the backbone. The linear head normalises its features to length 1; the plain "
         "head is the network's own classifier",
-        format_table([*header, "params %", "paper %", "true %"], table, markdown=markdown),
-        format_table(["head, % of the backbone", "smallest", "largest", "mean"], shares, markdown=markdown),
+        format_table([*header, "params %", "paper %", "true %"], table),
+        format_table(["head, % of the backbone", "smallest", "largest", "mean"], shares),
         "\n".join(f"- {name}: {text}" for name, text in CONVENTIONS.items()),
     ]
     return "\n\n".join(parts)

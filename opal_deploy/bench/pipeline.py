@@ -16,7 +16,6 @@ from typing import get_args
 
 import numpy as np
 
-from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.bench import timing
 from opal_deploy.bench.measurement import Figure, Measurement
 from opal_deploy.bench.models import TimedModel
@@ -32,7 +31,7 @@ from opal_deploy.run.interrupt import Interrupt
 from opal_deploy.run.setup import RunOptions
 from opal_deploy.run.summary import Summary
 from opal_deploy.runtime.devices import default_workers
-from opal_deploy.runtime.session import ImageBatch, Session, check_batch, pinned
+from opal_deploy.runtime.session import ImageBatch, Session, pinned
 from opal_deploy.sources.image import InputImage
 from opal_deploy.timing import STAGES, StageTimer, WaitReason
 
@@ -45,40 +44,16 @@ TIMED = (
 _DECODED_IMAGES = 1024
 
 
-class ReplaySession:
-    """A session that replays a session's outputs for some batches, in order and again from the first."""
-
-    device = "cpu"
-
-    def __init__(self, session: Session, batches: Sequence[ImageBatch]) -> None:
-        self.metadata = session.metadata
-        self.description = f"no network: outputs precomputed by {session.description}"
-        outputs = Outputs.concatenate([session.run(batch) for batch in batches])
-        self._count, self._next = len(outputs), 0
-        # twice, so that a batch that wraps around is a view too
-        self._outputs = Outputs.concatenate([outputs, outputs])
-
-    def run(self, images: ImageBatch) -> Outputs:
-        """Return the next outputs as views, as `Session.run` does; at most as many as were precomputed."""
-        check_batch(images, self.metadata)
-        start = self._next
-        self._next = (start + len(images)) % self._count
-        return self._outputs.rows(start, start + len(images))
-
-
 def measure_pipeline(
     model: TimedModel, items: list[InputImage], options: PipelineOptions, progress: Progress = lambda done, total: None
 ) -> Measurement:
-    """Measure the bare session, `infer` and `infer --explain`; without the network, the last two on replayed outputs.
+    """Measure the bare session, `infer` and `infer --explain`.
 
     Raises UsageError for fewer usable images than a batch.
     """
-    timing.reset_peak_memory()
-    session, workers, stages = model.session, options.workers or default_workers(), {}
+    session, workers = model.session, options.workers or default_workers()
     decoded = decode_images(items, session.metadata.input_size, options.batch)
     batches = np.split(decoded, len(decoded) // options.batch)
-    if not options.network:
-        session = ReplaySession(session, batches)
     names = [INFER, EXPLAIN] if options.explain and session.metadata.evidence != "none" else [INFER]
     passes: dict[str, list[Summary]] = {name: [] for name in names}
     bare: list[float] = []
@@ -88,18 +63,16 @@ def measure_pipeline(
         # the first images load modules, fonts and the runtime's memory
         for name in names:
             _infer(session, items[: options.batch], folder / name, options, workers, explain=name == EXPLAIN)
-        if options.network:
-            run.time_repeat(0, run.depth)
-            stages = timing.time_stages(session, batches)
+        run.time_repeat(0, run.depth)
+        stages = timing.time_stages(session, batches)
         for repeat in range(options.repeats):
             for name in names:
                 passes[name].append(_infer(session, items, folder / name, options, workers, explain=name == EXPLAIN))
-            if options.network:
-                latencies, seconds = run.time_repeat(0, _count(passes[INFER][-1]) // options.batch)
-                bare.append(len(latencies) * options.batch / seconds)
+            latencies, seconds = run.time_repeat(0, _count(passes[INFER][-1]) // options.batch)
+            bare.append(len(latencies) * options.batch / seconds)
             progress(repeat + 1, options.repeats)
     after = timing.read_gpus([model.target.device])
-    figures = _build_figures(bare, passes) | stages | timing.peak_memory()
+    figures = _build_figures(bare, passes) | stages
     count = _count(passes[INFER][-1])
     times = [_describe_time(name, figures) for name in names]
     return Measurement(
@@ -107,7 +80,7 @@ def measure_pipeline(
         model.target,
         {
             "images": count, "batch": options.batch, "workers": workers, "threads": model.threads,
-            "network": options.network, "decode": options.decode, "isolate": options.isolate,
+            "decode": options.decode, "isolate": options.isolate,
         },
         figures,
         settings={"repeats": options.repeats, "order": "interleaved"},
@@ -119,13 +92,12 @@ def measure_pipeline(
 
 
 def _build_figures(bare: Sequence[float], passes: Mapping[str, Sequence[Summary]]) -> dict[str, Figure]:
-    figures = {"bare": Figure.of_repeats(bare, "images/s", "higher")} if bare else {}
+    figures = {"bare": Figure.of_repeats(bare, "images/s", "higher")}
     for name, made in passes.items():
         rates = [_count(one) / one.seconds for one in made]
         figures[name] = Figure.of_repeats(rates, "images/s", "higher")
-        if bare:
-            # ratios of consecutive passes, so that a slower machine cancels out
-            figures[f"{name}_share"] = Figure.of_repeats(np.divide(rates, bare), "ratio", "higher")
+        # ratios of consecutive passes, so that a slower machine cancels out
+        figures[f"{name}_share"] = Figure.of_repeats(np.divide(rates, bare), "ratio", "higher")
     for name, made in passes.items():
         for stage in STAGES:
             # wall time includes waiting for a core or the interpreter lock, so less is not always better

@@ -46,16 +46,15 @@ def _measure_batch(
 ) -> dict[str, Any]:
     """Return the fields of the `Measurement` of one batch size."""
     is_latency, devices = kind == "latency", [model.target.device]
-    timing.reset_peak_memory()
     before = timing.read_gpus(devices)
     with timing.pinned_noise(model.session, options.buffers, batch) as images:
         (timed,) = timing.time_runs([Run(model.session, images, one_by_one=is_latency)], options, progress)
-        after, peak = timing.read_gpus(devices), timing.peak_memory()
+        after = timing.read_gpus(devices)
         stages = timing.time_stages(model.session, images) if is_latency else {}
     rate = timed.throughput(batch)
     percentiles = {f"p{percent}_ms": timed.latency(percent) for percent in (50, 90, 95, 99)}
     return {
-        "figures": {**percentiles, "mean_ms": timed.latency(), "images_per_second": rate, **peak, **stages},
+        "figures": {**percentiles, "mean_ms": timed.latency(), "images_per_second": rate, **stages},
         "settings": {**timed.settings(), "buffers": options.buffers},
         "timed": model.describe_timing(timed.depth),
         "marks": (*timing.find_throttling(after), *rate.marks),

@@ -7,7 +7,6 @@ models are interleaved: A B C, then C B A, and so on, so that a machine whose sp
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import time
@@ -189,17 +188,3 @@ def find_throttling(after: Conditions) -> tuple[str, ...]:
     """Return a mark for each reason other than a setting for which a GPU's clocks were lower after a run."""
     reasons = dict.fromkeys(reason for readings in after.values() for reason in readings.get("clock_reasons", ()))
     return tuple(f"throttled: {reason}" for reason in reasons if reason not in _HARMLESS)
-
-
-def peak_memory() -> dict[str, Figure]:
-    """Return this process's largest resident memory since `reset_peak_memory`, in 2^20 bytes; Linux only."""
-    with contextlib.suppress(OSError, StopIteration), open("/proc/self/status") as stream:
-        kilobytes = next(int(line.split()[1]) for line in stream if line.startswith("VmHWM"))
-        return {"peak_memory": Figure(kilobytes / 1024, "MB", "lower")}
-    return {}
-
-
-def reset_peak_memory() -> None:
-    """Restart `peak_memory`."""
-    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as stream:
-        stream.write("5")

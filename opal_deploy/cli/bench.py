@@ -44,12 +44,10 @@ def overhead(options: OverheadOptions) -> None:
     from opal_deploy.bench import overhead as overheads
 
     paper = overheads.load_paper()
-    unchanged = OverheadOptions(check=True, out=options.out, as_json=options.as_json, table=options.table)
+    unchanged = OverheadOptions(check=True, out=options.out, as_json=options.as_json)
     is_default_size = options.input_size == unchanged.input_size
     if options.check and replace(options, size=None if is_default_size else options.size) != unchanged:
-        raise UsageError(
-            "--check compares the paper's own table: leave out every option but --format, --out and --json"
-        )
+        raise UsageError("--check compares the paper's own table: leave out every option but --out and --json")
     datasets = {name: entry["classes"] for name, entry in paper["datasets"].items()}
     rows = overheads.count_rows(
         options.backbone or list(paper["backbones"]),
@@ -63,7 +61,7 @@ def overhead(options: OverheadOptions) -> None:
     for measurement in overheads.build_measurements(rows, options.input_size):
         _write(measurement, options)
     if not options.as_json:
-        print_json_line(overheads.format_tables(rows, paper, markdown=options.table == "markdown"))
+        print_json_line(overheads.format_tables(rows, paper))
     if options.check:
         overheads.check_paper(rows, paper, print_message)
 
@@ -111,10 +109,7 @@ def pipeline(
     model: Annotated[Path, typer.Option(help="Exported model or checkpoint.")],
     options: PipelineOptions,
 ) -> None:
-    """Measure `infer` against the bare session: images per second with and without overlays, and time by stage.
-
-    With --no-network precomputed outputs are replayed, so that only the pipeline is measured.
-    """
+    """Measure `infer` against the bare session: images per second with and without overlays, and time by stage."""
     from opal_deploy.bench.models import load_for_inference
     from opal_deploy.bench.pipeline import measure_pipeline
 
@@ -127,7 +122,7 @@ def pipeline(
 
 bench = typer.Typer(
     name="bench",
-    help="Measure speed, memory and cost; each result records its settings and machine.",
+    help="Measure speed and cost; each result records its settings and machine.",
     cls=CommandGroup,
     no_args_is_help=True,
     rich_markup_mode=None,

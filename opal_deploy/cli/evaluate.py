@@ -1,4 +1,4 @@
-"""`opal-deploy evaluate`: accuracy and explanation metrics of models, in the runtime that will run them."""
+"""`opal-deploy evaluate`: accuracy and explanation metrics of a model, in the runtime that will run it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from opal_deploy.evaluation.options import EvaluateOptions
 
 def evaluate(
     data: Annotated[Path, typer.Argument(help="A data set as `train` takes it.")],
-    model: Annotated[list[Path], typer.Option(help="Exported model or checkpoint. Repeat to compare several.")],
+    model: Annotated[Path, typer.Option(help="Exported model or checkpoint.")],
     options: EvaluateOptions,
     as_json: Annotated[bool, typer.Option("--json", help="Write the figures to stdout as JSON.")] = False,
 ) -> None:
     """Measure accuracy and, for models with prototypes, the quality of their explanations on a data set.
 
-    Takes checkpoints and exported models; comparing both shows what deployment costs.
+    Takes checkpoints and exported models; the difference of both shows what deployment costs.
     """
     from opal_deploy.evaluation.api import run_evaluation
 
     with progress("evaluating") as advance:
-        results = run_evaluation(model, data, replace(options, log=print_line, progress=advance))
+        result = run_evaluation(model, data, replace(options, log=print_line, progress=advance))
     if as_json:
-        documents = [result.to_dict() for result in results]
-        print_json(documents[0] if len(documents) == 1 else documents)
+        print_json(result.to_dict())

@@ -1,5 +1,5 @@
-"""Evaluation of models: accuracy, explanation metrics, faithfulness, risk over coverage.
+"""Evaluation of a model: accuracy, explanation metrics, faithfulness, risk over coverage.
 
-Start at `api.evaluate_model`: `inputs` checks models, data and options, `measure` measures one model after another,
-`result` is what is returned, `files` writes it.
+Start at `api.evaluate_model`: `inputs` checks model, data and options, `measure` calls one module per measurement, each
+over the loop of `session`. `result` is what is returned and written, `record` what the model's own file keeps.
 """

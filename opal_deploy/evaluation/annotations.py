@@ -155,32 +155,22 @@ def annotate(
 
 def annotate_creatures(creatures: Sequence[Annotation]) -> Annotations:
     """Return the annotations of generated images: their masks, and the boxes of their visible parts."""
-    images = [
-        ImageAnnotation(
-            creature.species,
-            mask=creature.foreground,
-            parts=tuple(
-                Part(name, (part.box,), part.distinguishing, part.variant)
-                for name, part in creature.parts.items()
-                if part.visible
-            ),
-        )
-        for creature in creatures
-    ]
+    images = []
+    for creature in creatures:
+        visible = [(name, part) for name, part in creature.parts.items() if part.visible]
+        parts = tuple(Part(name, (part.box,), part.distinguishing, part.variant) for name, part in visible)
+        images.append(ImageAnnotation(creature.species, mask=creature.foreground, parts=parts))
     return Annotations(images, "cells of the creature (their centre in its drawn mask)", "a part is hit within its box")
 
 
 def _match_creatures(data: DataSet, samples: Sequence[Sample]) -> list[Annotation]:
     by_image = {annotation.image: annotation for annotation in read_annotations(data.root)}
-    creatures = []
-    for sample in samples:
-        name = display_path(sample.path, data.root).replace("\\", "/")
-        if name not in by_image:
-            raise UsageError(
-                f"{data.root / PARTS_FILE}: it has no annotation of {name}; remove the image, or use --no-parts"
-            )
-        creatures.append(by_image[name])
-    return creatures
+    names = [display_path(sample.path, data.root).replace("\\", "/") for sample in samples]
+    if missing := [name for name in names if name not in by_image]:
+        raise UsageError(
+            f"{data.root / PARTS_FILE}: it has no annotation of {missing[0]}; remove the image, or use --no-parts"
+        )
+    return [by_image[name] for name in names]
 
 
 def _add_cub_parts(known: Annotations, located: cub.PartLocations) -> Annotations:

@@ -1,12 +1,11 @@
-"""Evaluate models: the public `evaluate_model` and `evaluate_models`, which `opal-deploy evaluate` calls."""
+"""Evaluate models: the public `evaluate_model`, which `opal-deploy evaluate` calls."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opal_deploy.errors import UsageError, require
+from opal_deploy.errors import require
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.options import StrPath, keywords
 
@@ -14,11 +13,9 @@ if TYPE_CHECKING:
     from opal_deploy.api.model import Model
     from opal_deploy.evaluation.result import ModelEvaluation
 
-    Source = StrPath | Model
-
 
 @keywords(EvaluateOptions)
-def evaluate_model(model: Source, data: StrPath, options: EvaluateOptions) -> ModelEvaluation:
+def evaluate_model(model: StrPath | Model, data: StrPath, options: EvaluateOptions) -> ModelEvaluation:
     """Measure accuracy and, for a model with prototypes, the quality of its explanations on a data set.
 
     Does what `opal-deploy evaluate` does; prints nothing. `model` is an ONNX file, engine or checkpoint, or a model
@@ -26,25 +23,16 @@ def evaluate_model(model: Source, data: StrPath, options: EvaluateOptions) -> Mo
     classes.
 
     Raises:
-        MissingExtra: PyTorch, scikit-learn or Matplotlib is not installed, or Captum where Grad-CAM is measured.
+        MissingExtra: PyTorch or scikit-learn is not installed, or Captum where Grad-CAM is measured.
         UsageError: data, model and options do not fit together, or an image cannot be used.
     """
-    return run_evaluation([model], data, options)[0]
+    return run_evaluation(model, data, options)
 
 
-@keywords(EvaluateOptions)
-def evaluate_models(models: Sequence[Source], data: StrPath, options: EvaluateOptions) -> list[ModelEvaluation]:
-    """Measure several models on one data set, and compare them; see `evaluate_model`."""
-    return run_evaluation(models, data, options)
-
-
-def run_evaluation(models: Sequence[Source], data: StrPath, options: EvaluateOptions) -> list[ModelEvaluation]:
-    """Check what is installed, then measure the models; see `evaluate_model`."""
-    for package, pip_name in (("torch", None), ("sklearn", "scikit-learn"), ("matplotlib", None)):
+def run_evaluation(model: StrPath | Model, data: StrPath, options: EvaluateOptions) -> ModelEvaluation:
+    """Check what is installed, then measure the model; see `evaluate_model`."""
+    for package, pip_name in (("torch", None), ("sklearn", "scikit-learn")):
         require(package, "train", "evaluation", pip_name=pip_name)
-    from opal_deploy.evaluation.inputs import EvaluatedModel
-    from opal_deploy.evaluation.measure import measure_models
+    from opal_deploy.evaluation.measure import measure_model
 
-    if not models:
-        raise UsageError("no model to evaluate; give at least one path or loaded model")
-    return measure_models([EvaluatedModel.of(model) for model in models], Path(data), options)
+    return measure_model(model, Path(data), options)

@@ -32,6 +32,8 @@ from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.session import ImageBatch
 
+# the largest change of a pixel, in grey levels of 255, and the gradient steps of PGD
+LEVELS, STEPS = 6, 20
 BOXES, FIELD = "outside the boxes", "outside what the cells see"
 NOISE, PGD = "random", "PGD"
 # strongest cells of Grad-CAM that count as the boxes of a model without prototypes
@@ -51,10 +53,10 @@ class Outside(Figures):
     method: str  # `NOISE` or `PGD`
     images: int
     area: float  # mean share of an image's pixels that may change, 0 ... 1
-    score_drop: Mean | None  # relative drop of the strongest score (PAC); None without prototypes
-    # share of the area of its largest tenth that moves (PLC), 1 - intersection over union; likewise
-    area_moved: Mean | None
-    cells_moved: Mean | None  # share of the answer's cells that move; likewise
+    # the next three are None without prototypes
+    score_drop: Mean | None  # relative drop of the strongest score (PAC)
+    area_moved: Mean | None  # share of its largest tenth's area that moves (PLC), 1 - intersection over union
+    cells_moved: Mean | None  # share of the answer's cells that move
     kept: Mean  # share of images that get the same answer
 
 
@@ -81,26 +83,24 @@ class _Answer:
 
 
 class Attacker:
-    """Attacks a network, with the settings of an evaluation.
+    """Attacks a network.
 
     Args:
         network: left in evaluation mode; computes on its device.
         metadata: of the same model.
+        margin: pixels around a box that must not change.
         field: of the cells; None or without an effective field leaves out the region `FIELD`.
     """
 
     def __init__(
-        self, network: OpalNetwork, metadata: Metadata, options: EvaluateOptions, field: ReceptiveField | None = None
+        self, network: OpalNetwork, metadata: Metadata, margin: int, field: ReceptiveField | None = None
     ) -> None:
-        self._network, self._metadata, self._field = network.eval(), metadata, field
-        self._levels, self._margin, self._steps = options.attack_levels, options.attack_margin, options.attack_steps
+        self._network, self._metadata, self._margin, self._field = network.eval(), metadata, margin, field
         self._device = next(network.parameters()).device
         self._mean, self._std = (
             torch.tensor(values, device=self._device).reshape(1, 3, 1, 1) for values in (metadata.mean, metadata.std)
         )
         self._heat_map = None if metadata.evidence == "exact" else GradCam(network)
-        known = field is not None and field.effective is not None
-        self._regions = (BOXES, FIELD) if known else (BOXES,)
 
     def measure(self, images: ImageBatch, seeds: Sequence[Any]) -> dict[tuple[str, str], dict[str, Any]]:
         """Return figures per image, float64 [n'], by region and method, for images uint8 [n, H0, W0, 3].
@@ -114,12 +114,13 @@ class Attacker:
         clean = torch.from_numpy(images).permute(0, 3, 1, 2).float().to(self._device)
         with torch.no_grad():
             before = self._explain(clean)
-        answer = self._find_answer(images, before)
-        measured = {}
-        for region in self._regions:
-            free = self._find_region(answer, region)
+        answer, measured = self._find_answer(images, before), {}
+        for region, free in self._find_regions(answer).items():
             has_some = free.flatten(1).any(1)
-            noisy = self._add_noise(clean, free, seeds)
+            drawn = [
+                np.random.default_rng((_STREAM, *seed)).integers(-LEVELS, LEVELS + 1, clean.shape[1:]) for seed in seeds
+            ]
+            noisy = (clean + torch.from_numpy(np.stack(drawn)).to(self._device) * free).clamp(0, 255)
             attacked = self._descend(clean, self._objective(before, answer), noisy, free, answer)
             for method, changed in ((NOISE, noisy), (PGD, attacked)):
                 figures = self._compare(before, changed, answer) | {"area": free.flatten(1).float().mean(1)}
@@ -136,9 +137,8 @@ class Attacker:
         classes = before.logits.argmax(1)
         predicted = classes.cpu().numpy()
         if self._heat_map is not None:
-            cells = torch.from_numpy(self._heat_map(images, predicted)).topk(_GRAD_CAM_CELLS, dim=1).indices
-            cells = cells.to(self._device)
-            return _Answer(classes, None, torch.ones_like(cells, dtype=torch.bool), cells)
+            peaks = torch.from_numpy(self._heat_map(images, predicted)).topk(_GRAD_CAM_CELLS, dim=1).indices
+            return _Answer(classes, None, torch.ones_like(peaks).bool().to(self._device), peaks.to(self._device))
         metadata, class_map = self._metadata, self._metadata.class_map
         kept = class_map.kept[predicted]
         values = class_map.take(find_values(before.scores.cpu().numpy(), metadata), predicted)
@@ -154,29 +154,20 @@ class Attacker:
         cells = before.argmax.long().gather(1, channels)
         return _Answer(classes, channels, torch.from_numpy(listed).to(self._device), cells)
 
-    def _find_region(self, answer: _Answer, region: str) -> Tensor:
-        """Return the pixels that may change: bool [n, 1, H0, W0]."""
-        input_size, grid = self._metadata.input_size, self._network.grid
-        if region == BOXES:
-            return outside_boxes(answer.cells, answer.listed, input_size, grid, self._margin)
-        field = cast(ReceptiveField, self._field)
-        low = field.stride * torch.stack([answer.cells // grid[1], answer.cells % grid[1]]) + (
-            (field.effective_offset or 0.0) - (field.effective or 0) / 2
-        )
-        return _outside(low, low + (field.effective or 0), answer.listed, input_size)
-
-    def _add_noise(self, clean: Tensor, free: Tensor, seeds: Sequence[Any]) -> Tensor:
-        drawn = [
-            np.random.default_rng((_STREAM, *seed)).integers(-self._levels, self._levels + 1, clean.shape[1:])
-            for seed in seeds
-        ]
-        noise = torch.from_numpy(np.stack(drawn)).to(self._device)
-        return (clean + noise * free).clamp(0, 255)
+    def _find_regions(self, answer: _Answer) -> dict[str, Tensor]:
+        """Return the pixels that may change, bool [n, 1, H0, W0], by region."""
+        input_size, grid, field = self._metadata.input_size, self._network.grid, self._field
+        regions = {BOXES: outside_boxes(answer.cells, answer.listed, input_size, grid, self._margin)}
+        if field is not None and field.effective is not None:
+            corner = (field.effective_offset or 0.0) - field.effective / 2
+            low = field.stride * torch.stack([answer.cells // grid[1], answer.cells % grid[1]]) + corner
+            regions[FIELD] = _outside(low, low + field.effective, answer.listed, input_size)
+        return regions
 
     def _descend(self, clean: Tensor, lowest: Tensor, start: Tensor, free: Tensor, answer: _Answer) -> Tensor:
         """Return the images with the lowest objective: clean ones, which have `lowest`, or some of PGD from `start`."""
-        change, step, best = start - clean, self._levels / 4, clean
-        for number in range(self._steps + 1):
+        change, step, best = start - clean, LEVELS / 4, clean
+        for number in range(STEPS + 1):
             pixels = (clean + change).clamp(0, 255).round().requires_grad_()
             with torch.enable_grad():
                 objective = self._objective(self._explain(pixels), answer)
@@ -184,20 +175,21 @@ class Attacker:
             better = objective.detach() < lowest
             best = torch.where(better[:, None, None, None], pixels.detach(), best)
             lowest = torch.where(better, objective.detach(), lowest)
-            if number < self._steps:
-                change = (change - step * gradient.sign()).clamp(-self._levels, self._levels) * free
+            if number < STEPS:
+                change = (change - step * gradient.sign()).clamp(-LEVELS, LEVELS) * free
         return best
 
     def _objective(self, outputs: Any, answer: _Answer) -> Tensor:
         """Return what PGD minimises, [n]: the mean of the answer's scores, or without scores the logit's lead."""
+        objective: Tensor
         if answer.channels is not None:
             scores = outputs.scores.gather(1, answer.channels)
-            mean: Tensor = (scores * answer.listed).sum(1) / answer.listed.sum(1)
-            return mean
-        own = outputs.logits.gather(1, answer.classes[:, None])[:, 0]
-        others = outputs.logits.scatter(1, answer.classes[:, None], -torch.inf).amax(1)
-        lead: Tensor = own - others
-        return lead
+            objective = (scores * answer.listed).sum(1) / answer.listed.sum(1)
+        else:
+            own = answer.classes[:, None]
+            others = outputs.logits.scatter(1, own, -torch.inf).amax(1)
+            objective = outputs.logits.gather(1, own)[:, 0] - others
+        return objective
 
     def _compare(self, before: Any, changed: Tensor, answer: _Answer) -> dict[str, Tensor]:
         with torch.no_grad():
@@ -210,19 +202,16 @@ class Attacker:
         figures["score_drop"] = (old - new) / old.abs().clamp_min(1e-12)
         cells = after.argmax.long().gather(1, answer.channels)
         figures["cells_moved"] = ((cells != answer.cells) & answer.listed).sum(1) / answer.listed.sum(1)
-        areas = [self._find_area(outputs.attention, strongest) for outputs in (before, after)]
-        union = (areas[0] | areas[1]).sum(1)
-        figures["area_moved"] = 1 - (areas[0] & areas[1]).sum(1) / union
+        first, second = (self._find_area(outputs.attention, strongest[:, 0]) for outputs in (before, after))
+        figures["area_moved"] = 1 - (first & second).sum(1) / (first | second).sum(1)
         return figures
 
-    def _find_area(self, attention: Tensor, channel: Tensor) -> Tensor:
+    def _find_area(self, attention: Tensor, channels: Tensor) -> Tensor:
         """Return the pixels of the largest tenth of one channel's map, upsampled: bool [n, H0 * W0]."""
-        rows = torch.arange(len(channel), device=self._device)
-        maps = attention[rows, channel[:, 0]][:, None]
+        maps = attention[torch.arange(len(channels), device=self._device), channels][:, None]
         larger = torch.nn.functional.interpolate(maps, self._metadata.input_size, mode="bilinear").flatten(1)
-        count = max(1, round(_LARGEST * larger.shape[1]))
-        area = torch.zeros_like(larger, dtype=torch.bool)
-        return area.scatter(1, larger.topk(count, dim=1).indices, True)
+        largest = larger.topk(max(1, round(_LARGEST * larger.shape[1])), dim=1).indices
+        return torch.zeros_like(larger, dtype=torch.bool).scatter(1, largest, True)
 
 
 def outside_boxes(
@@ -266,7 +255,7 @@ def measure_attack(
 
     `chosen`: indices of the samples that are measured; random changes depend on seed and index only.
     """
-    attacker = Attacker(network, metadata, options, field)
+    attacker = Attacker(network, metadata, options.attack_margin, field)
     measured: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for images in photographs(
         lambda pixels: None, samples, metadata.input_size, chosen=chosen, boxes=options.boxes, batch=_BATCH,
@@ -284,8 +273,7 @@ def measure_attack(
             }
             kept, area = mean_with_interval(values["kept"]), float(values["area"].mean())
             outside.append(Outside(region, method, len(values["kept"]), area, kept=kept, **means))
-    levels, margin, steps = options.attack_levels, options.attack_margin, options.attack_steps
-    return Attack(len(chosen), levels, margin, steps, options.seed, outside)
+    return Attack(len(chosen), LEVELS, options.attack_margin, STEPS, options.seed, outside)
 
 
 def format_attack(attack: Attack) -> Iterator[str]:

@@ -23,8 +23,6 @@ from opal_deploy.evaluation.metrics import Figures
 MIN_IMAGES = 50
 # the temperatures among which the best is sought
 _LOWEST, _HIGHEST = 1e-4, 1e4
-# images at a time, which bounds the memory with many classes
-_ROWS = 4_096
 _RESAMPLES = 1_000
 # values drawn at a time, which bounds the memory with many images
 _MAX_DRAWN = 1 << 21
@@ -41,17 +39,14 @@ def fit_temperature(logits: FloatArray, labels: NDArray[np.int64]) -> float | No
         labels: [N], class indices.
     """
     from scipy.optimize import brentq
+    from scipy.special import softmax
+
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    own = float(shifted[np.arange(len(labels)), labels].sum())
 
     def slope(log_inverse: float) -> float:
         """Return the derivative with respect to 1 / T, times N: the expected logits minus the labels'."""
-        inverse, total = math.exp(log_inverse), 0.0
-        for first in range(0, len(labels), _ROWS):
-            block, block_labels = logits[first : first + _ROWS], labels[first : first + _ROWS]
-            shifted = block.astype(np.float64) - block.max(axis=1, keepdims=True)
-            weights = np.exp(shifted * inverse)
-            expected = np.einsum("nc,nc->n", weights, shifted) / weights.sum(axis=1)
-            total += float((expected - shifted[np.arange(len(block)), block_labels]).sum())
-        return total
+        return float((softmax(shifted * math.exp(log_inverse), axis=1) * shifted).sum()) - own
 
     low, high = -math.log(_HIGHEST), -math.log(_LOWEST)
     if slope(low) >= 0 or slope(high) <= 0:
@@ -69,25 +64,21 @@ def calibrate(logits: FloatArray, labels: NDArray[np.int64]) -> Calibration:
         logits: [N, C], finite, of images that the model was not trained on.
         labels: [N], class indices.
     """
-    images = len(labels)
+    images, correct = len(labels), logits.argmax(axis=1) == labels
     if images < MIN_IMAGES:
         return Calibration(images, reason=f"{images} validation images, but at least {MIN_IMAGES} are needed")
-    correct = logits.argmax(axis=1) == labels
-    folds = np.empty(images, np.int64)
-    folds[np.argsort(correct, kind="stable")] = np.arange(images) % NUM_FOLDS
     temperature = fit_temperature(logits, labels)
-    fitted = [fit_temperature(logits[folds != fold], labels[folds != fold]) for fold in range(NUM_FOLDS)]
-    temperatures = [value for value in fitted if value is not None]
-    if temperature is None or len(temperatures) < NUM_FOLDS:
-        wrong = images - int(correct.sum())
-        few = "too few" if 2 * wrong < images else "too many"
-        return Calibration(
-            images, reason=f"{wrong} of {images:,} validation images are misclassified, {few} to fit a temperature"
-        )
+    by_correctness = np.argsort(correct, kind="stable")
     probabilities, nll = np.empty(images), 0.0
-    for fold, value in enumerate(temperatures):
-        rows = np.flatnonzero(folds == fold)
-        probabilities[rows], fold_nll = _compute_probabilities(logits[rows], labels[rows], value)
+    for fold in range(NUM_FOLDS):
+        rows = by_correctness[fold::NUM_FOLDS]
+        others = np.setdiff1d(by_correctness, rows)
+        fitted = fit_temperature(logits[others], labels[others])
+        if temperature is None or fitted is None:
+            wrong = images - int(correct.sum())
+            reason = f"{wrong} of {images:,} validation images are misclassified, too few or too many for a temperature"
+            return Calibration(images, reason=reason)
+        probabilities[rows], fold_nll = _compute_probabilities(logits[rows], labels[rows], fitted)
         nll += fold_nll * len(rows) / images
     uncalibrated, uncalibrated_nll = _compute_probabilities(logits, labels, 1.0)
     return Calibration(
@@ -199,8 +190,7 @@ def _compute_probabilities(
 ) -> tuple[DoubleArray, float]:
     """Return the probabilities of the predicted classes, float64 [N], and the mean of -log(p of the label)."""
     best = logits.argmax(axis=1)[:, None]
-    blocks = (slice(first, first + _ROWS) for first in range(0, len(logits), _ROWS))
-    predicted = np.concatenate([compute_probabilities(logits[b], best[b], temperature)[:, 0] for b in blocks])
+    predicted = compute_probabilities(logits, best, temperature)[:, 0]
     # log(p of the label) = log(p of the best) minus the logits' difference: no small probability underflows
     gaps = (np.take_along_axis(logits, best, axis=1)[:, 0] - logits[np.arange(len(labels)), labels]).astype(float)
     return predicted, float((gaps / temperature - np.log(predicted)).mean())
@@ -213,9 +203,8 @@ def expected_calibration_error(
 
     The N images are sorted by the probability of their predicted class and cut into `num_bins` bins of equal size (the
     last ones may have one image less); ECE = sum over bins of n_b / N * |mean probability - accuracy|.
-    Bins of equal width (Guo et al.) are nearly empty where most probabilities are high; equal mass is the better
-    estimate (Roelofs et al., "Mitigating bias in calibration error estimation", AISTATS 2022). scikit-learn has no such
-    error: its `calibration_curve` does not say how many images each bin has.
+    Bins of equal mass give the better estimate (Roelofs et al., "Mitigating bias in calibration error estimation",
+    AISTATS 2022); neither scikit-learn nor torchmetrics has them.
 
     Args:
         probabilities: [..., N].

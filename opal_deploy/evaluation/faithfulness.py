@@ -1,7 +1,7 @@
 """Faithfulness of the evidence: what removing the evidence cells changes, next to controls, and how stable cells are.
 
 Everything here works on the model's input, uint8 [N, H0, W0, 3] before normalisation, through any session. A cell is
-removed by painting its rectangle of the input with a fill; the figure is the cosine of the class predicted for the
+removed by blurring its rectangle of the input; the figure is the cosine of the class predicted for the
 unchanged image. A cell's receptive field is larger than its rectangle, so every figure is compared with controls that
 remove as many other cells.
 """
@@ -12,7 +12,6 @@ import io
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from opal_deploy.artifact.heads import find_totals
-from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
@@ -30,43 +28,37 @@ from opal_deploy.evaluation.cells import (
     GRAD_CAM,
     RANDOM,
     RANKINGS,
-    REVERSE,
     GradCam,
     ImageArray,
+    blur_image,
     build_rankings,
-    fill_image,
     replace_cells,
 )
 from opal_deploy.evaluation.metrics import Figures, Mean, format_columns, mean_with_interval
-from opal_deploy.evaluation.options import EvaluateOptions, Fill
+from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.session import Photographs, photographs
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.runtime.session import Session
 
 # images measured together: each takes dozens of passes, which fill batches of their own
 _IMAGES_TOGETHER = 4
-# first word of the seeds of the noise that stability is measured with
-_NOISE_STREAM = 13
+FILL = "blur"
+_JPEG_QUALITY = 75
 NO_GRADIENTS = "an exported model has no gradients; give the checkpoint"
 FLIP = "horizontal flip"
 
 
 class Curve(NamedTuple):
-    """The deletion and insertion curves of one image, one fill and one ranking of k cells."""
+    """The deletion curve of one image and one ranking of k cells."""
 
     deletion: NDArray[np.float64]  # [k + 1], cosine with the first 0, 1, ..., k cells removed
-    insertion: NDArray[np.float64]  # [k + 1], cosine with nothing but the first 0, 1, ..., k cells
     class_kept: bool  # whether the class is still predicted with all k cells removed
     evidence_share: float  # share of the k cells that are evidence, 0 ... 1
 
-    def areas(self, steps: int) -> NDArray[np.float64]:
-        """Return the mean cosines of deletion and insertion over the first `steps` cells, and the drop: float64 [3].
-
-        The deletion's is small and the insertion's large if the first cells matter most.
-        """
-        deletion, insertion = self.deletion[: steps + 1], self.insertion[: steps + 1]
-        means = [float(np.trapezoid(curve, dx=1 / steps)) for curve in (deletion, insertion)]
-        return np.array([*means, deletion[0] - deletion[-1]])
+    def summarize(self, steps: int) -> tuple[float, float]:
+        """Return the mean cosine over the first `steps` cells, small if the first ones matter most, and the drop."""
+        curve = self.deletion[: steps + 1]
+        return float(np.trapezoid(curve, dx=1 / steps)), float(curve[0] - curve[-1])
 
 
 @dataclass(frozen=True)
@@ -77,24 +69,19 @@ class Advantage(Figures):
     """
 
     deletion_area: Mean  # the other's deletion area minus the evidence's
-    insertion_area: Mean  # the evidence's insertion area minus the other's
-    # the evidence's drop minus the other's; None against its own reverse, which removes the same cells
-    drop: Mean | None
+    drop: Mean  # the evidence's drop minus the other's
 
 
 @dataclass(frozen=True)
 class RankingFigures(Figures):
-    """One ranking with one fill, over the images that have it."""
+    """One ranking, over the images that have it."""
 
-    fill: Fill
+    fill: str  # what removed cells are painted with
     ranking: str
     images: int
-    cells: float
-    # deletion, insertion: mean cosine after 0, 1, ..., m steps; an image with fewer cells keeps its last value
-    deletion: list[float]
-    insertion: list[float]
-    deletion_area: Mean  # deletion_area, insertion_area, drop: see `Curve.areas`
-    insertion_area: Mean
+    cells: float  # mean number of cells
+    deletion: list[float]  # mean cosine after 0, 1, ..., m steps; an image with fewer cells keeps its last value
+    deletion_area: Mean  # deletion_area, drop: see `Curve.summarize`
     drop: Mean
     class_kept: float  # share of images whose predicted class stays with all cells removed
     evidence_share: float  # mean share of the cells that are evidence
@@ -119,7 +106,6 @@ class Faithfulness(Figures):
     images_available: int
     prototypes_per_class: int
     different_cells: float  # mean number of different evidence cells per image, d
-    forward_passes: int
     random_control: str
     rankings: list[RankingFigures]
     stability: list[StabilityFigures]
@@ -127,11 +113,6 @@ class Faithfulness(Figures):
     unavailable: dict[str, str] = field(default_factory=dict)
     seed: int = 0
     confidence: float = 0.95
-
-
-def max_forward_passes(images: int, metadata: Metadata, fills: Sequence[Fill]) -> int:
-    """Return the largest number of forward passes, reached if no two slots or rankings share a cell."""
-    return images * (1 + len(image_changes(0)) + len(RANKINGS) * 2 * metadata.class_map.max_slots * len(fills))
 
 
 def measure_faithfulness(
@@ -145,7 +126,7 @@ def measure_faithfulness(
     center: float = 0.5,
     progress: Progress = no_progress,
 ) -> Faithfulness:
-    """Measure deletion and insertion curves, controls and stability of one model.
+    """Measure deletion curves, controls and stability of one model.
 
     Args:
         chosen: indices of the images to measure, at least one.
@@ -157,38 +138,31 @@ def measure_faithfulness(
         UsageError: an image cannot be used, or the model's logits are not finite.
     """
     metadata, slots = session.metadata, session.metadata.class_map.max_slots
-    curves: list[dict[tuple[Fill, str], Curve]] = []
+    curves: list[dict[str, Curve]] = []
     stabilities: list[NDArray[np.float64]] = []
-    passes = 0
-
-    def report(done: int, total: int | None, _: str) -> None:
-        progress(done, total, f"{passes:,} forward passes")
-
     for images in photographs(
         lambda pixels: _run(session, pixels, options.batch), samples, metadata.input_size, chosen=chosen,
-        annotations=annotations, boxes=options.boxes, batch=min(options.batch, _IMAGES_TOGETHER), progress=report,
+        annotations=annotations, boxes=options.boxes, batch=min(options.batch, _IMAGES_TOGETHER), progress=progress,
+        note="removing cells",
     ):  # fmt: skip
         stabilities.append(_measure_stability(session, images, options, center))
-        by_image, curve_passes = _measure_curves(session, images, options, heat_map)
-        curves += by_image
-        passes += curve_passes + len(images.pixels) * (1 + len(image_changes(0)))
-    first = options.fill[0]
+        curves += _measure_curves(session, images, options, heat_map)
     unavailable = {} if heat_map is not None else {GRAD_CAM: NO_GRADIENTS}
-    if without := sum((first, RANDOM) not in by_ranking for by_ranking in curves):
+    if without := sum(RANDOM not in by_ranking for by_ranking in curves):
         unavailable[RANDOM] = f"{without} of {len(curves)} images left out: all their foreground cells are evidence"
-    cells = float(np.mean([len(by_ranking[first, CONTRIBUTION].deletion) - 1 for by_ranking in curves]))
+    cells = float(np.mean([len(by_ranking[CONTRIBUTION].deletion) - 1 for by_ranking in curves]))
     rankings = [
-        _summarize(fill, name, pairs, slots)
-        for fill, name in itertools.product(options.fill, RANKINGS)
-        if (pairs := [(by[fill, name], by[fill, CONTRIBUTION]) for by in curves if (fill, name) in by])
+        _summarize(name, pairs, slots)
+        for name in RANKINGS
+        if (pairs := [(by_ranking[name], by_ranking[CONTRIBUTION]) for by_ranking in curves if name in by_ranking])
     ]
     stability = [
         StabilityFigures(name, mean_with_interval(same), mean_with_interval(near), float(kept.mean()))
-        for name, (same, near, kept) in zip(image_changes(0), np.concatenate(stabilities, axis=2), strict=True)
+        for name, (same, near, kept) in zip(CHANGES, np.concatenate(stabilities, axis=2), strict=True)
     ]
     return Faithfulness(
-        len(curves), len(samples), slots, cells, passes, f"random {annotations.foreground}", rankings, stability,
-        unavailable, options.seed,
+        len(curves), len(samples), slots, cells, f"random {annotations.foreground}", rankings, stability, unavailable,
+        options.seed,
     )  # fmt: skip
 
 
@@ -208,10 +182,10 @@ def _run(session: Session, images: Iterable[ImageArray], batch: int) -> Outputs:
 
 def _measure_curves(
     session: Session, images: Photographs[Outputs], options: EvaluateOptions, heat_map: GradCam | None
-) -> tuple[list[dict[tuple[Fill, str], Curve]], int]:
-    """Return each image's curves by fill and ranking, and the number of forward passes they took."""
+) -> list[dict[str, Curve]]:
+    """Return each image's curves by ranking."""
     metadata, grid, outputs = session.metadata, session.metadata.grid, images.outputs
-    predicted, every = outputs.logits.argmax(axis=1), frozenset(range(grid[0] * grid[1]))
+    predicted = outputs.logits.argmax(axis=1)
     heat_maps = [None] * len(predicted) if heat_map is None else heat_map(images.pixels, predicted)
     rankings = [
         build_rankings(
@@ -222,99 +196,63 @@ def _measure_curves(
         )
     ]
 
-    def list_removed(cells: tuple[int, ...]) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
-        firsts = [cells[:k] for k in range(len(cells) + 1)]
-        return [frozenset(first) for first in firsts], [every.difference(first) for first in firsts]
+    def list_removed(cells: tuple[int, ...]) -> list[frozenset[int]]:
+        return [frozenset(cells[:k]) for k in range(len(cells) + 1)]
 
-    # equal sets of removed cells run once, and an unchanged image is the same for every fill
+    # equal sets of removed cells run once
     steps = dict.fromkeys(
-        (row, fill if removed else options.fill[0], removed)
+        (row, removed)
         for row, ranking in enumerate(rankings)
-        for fill in options.fill
         for cells in ranking.values()
-        for removed in itertools.chain(*list_removed(cells))
+        for removed in list_removed(cells)
     )
-
-    @lru_cache(maxsize=1)
-    def fill_once(row: int, fill: Fill) -> ImageArray:
-        return fill_image(images.pixels[row], fill, grid, seed=options.seed, index=images.indices[row])
-
-    changed = (replace_cells(images.pixels[row], fill_once(row, fill), removed, grid) for row, fill, removed in steps)
+    blurred = [blur_image(pixels, grid) for pixels in images.pixels]
+    changed = (replace_cells(images.pixels[row], blurred[row], removed, grid) for row, removed in steps)
     perturbed = _run(session, changed, options.batch)
     if perturbed.scores is None:
         raise ValueError("a model without slots has no cosines")
-    classes = predicted[[row for row, _, _ in steps]]
+    classes = predicted[[row for row, _ in steps]]
     cosines = find_totals(perturbed.scores, metadata)[np.arange(len(classes)), classes].tolist()
     results = dict(zip(steps, zip(cosines, perturbed.logits.argmax(axis=1) == classes, strict=True), strict=True))
 
-    def build_curve(row: int, fill: Fill, cells: tuple[int, ...]) -> Curve:
-        deleted, inserted = (
-            [results[row, fill if removed else options.fill[0], removed] for removed in sets]
-            for sets in list_removed(cells)
-        )
-        deletion, insertion = (np.array([cosine for cosine, _ in curve]) for curve in (deleted, inserted))
+    def build_curve(row: int, cells: tuple[int, ...]) -> Curve:
+        steps_taken = [results[row, removed] for removed in list_removed(cells)]
         share = len({*cells} & {*rankings[row][CONTRIBUTION]}) / len(cells)
-        return Curve(deletion, insertion, bool(deleted[-1][1]), share)
+        return Curve(np.array([cosine for cosine, _ in steps_taken]), bool(steps_taken[-1][1]), share)
 
-    curves = [
-        {(fill, name): build_curve(row, fill, cells) for fill in options.fill for name, cells in ranking.items()}
-        for row, ranking in enumerate(rankings)
-    ]
-    return curves, len(steps)
+    return [{name: build_curve(row, cells) for name, cells in ranking.items()} for row, ranking in enumerate(rankings)]
 
 
-def _summarize(fill: Fill, ranking: str, pairs: Sequence[tuple[Curve, Curve]], steps: int) -> RankingFigures:
+def _summarize(ranking: str, pairs: Sequence[tuple[Curve, Curve]], steps: int) -> RankingFigures:
     """Return the figures of a ranking from its curves, each with the evidence's for the same image."""
     lengths = [len(curve.deletion) - 1 for curve, _ in pairs]
-    areas = np.array([curve.areas(length) for (curve, _), length in zip(pairs, lengths, strict=True)])  # [images, 3]
+    figures, evidence = (
+        np.array([curve.summarize(length) for curve, length in zip(curves, lengths, strict=True)])  # [images, 2]
+        for curves in zip(*pairs, strict=True)
+    )
     advantage = None
     if ranking != CONTRIBUTION:
-        evidence = np.array([other.areas(length) for (_, other), length in zip(pairs, lengths, strict=True)])
-        lead = (evidence - areas) * [-1, 1, 1]
-        leads = [mean_with_interval(values) for values in lead.T]
-        advantage = Advantage(leads[0], leads[1], None if ranking == REVERSE else leads[2])
-
-    def mean_curve(curves: Iterable[NDArray[np.float64]]) -> list[float]:
-        padded = [np.pad(curve, (0, steps + 1 - len(curve)), mode="edge") for curve in curves]
-        return [float(value) for value in np.mean(padded, axis=0)]
-
-    deletion, insertion = (mean_curve(getattr(curve, name) for curve, _ in pairs) for name in ("deletion", "insertion"))
-    deletion_area, insertion_area, drop = map(mean_with_interval, areas.T)
+        advantage = Advantage(*map(mean_with_interval, ((evidence - figures) * [-1, 1]).T))
+    padded = [np.pad(curve.deletion, (0, steps + 1 - len(curve.deletion)), mode="edge") for curve, _ in pairs]
+    deletion = [float(cosine) for cosine in np.mean(padded, axis=0)]
     kept, share = np.mean([[curve.class_kept, curve.evidence_share] for curve, _ in pairs], axis=0).tolist()
+    area, drop = map(mean_with_interval, figures.T)
     return RankingFigures(
-        fill, ranking, len(pairs), float(np.mean(lengths)), deletion, insertion, deletion_area, insertion_area, drop,
-        kept, share, advantage,
-    )  # fmt: skip
+        FILL, ranking, len(pairs), float(np.mean(lengths)), deletion, area, drop, kept, share, advantage
+    )
 
 
-Change = Callable[[ImageArray, int], ImageArray]
-"""Changes an image, given its index in the split."""
+def _compress(image: ImageArray) -> ImageArray:
+    stream = io.BytesIO()
+    Image.fromarray(image).save(stream, "JPEG", quality=_JPEG_QUALITY)
+    return np.asarray(Image.open(stream).convert("RGB"))
 
 
-def image_changes(seed: int) -> dict[str, Change]:
-    """Return the changes of the model's input by name; noise depends only on `seed` and the image's index."""
-
-    def compress(quality: int, image: ImageArray, _: int) -> ImageArray:
-        stream = io.BytesIO()
-        Image.fromarray(image).save(stream, "JPEG", quality=quality)
-        return np.asarray(Image.open(stream).convert("RGB"))
-
-    def resize(image: ImageArray, _: int) -> ImageArray:
-        height, width = image.shape[:2]
-        larger = Image.fromarray(image).resize((width + 1, height + 1), Image.Resampling.BILINEAR)
-        return np.asarray(larger.resize((width, height), Image.Resampling.BILINEAR))
-
-    def add_noise(sigma: int, image: ImageArray, index: int) -> ImageArray:
-        # the same noise at every strength
-        drawn = np.random.default_rng((_NOISE_STREAM, seed, index)).standard_normal(image.shape)
-        return np.rint(image + float(sigma) * drawn).clip(0, 255).astype(np.uint8)
-
-    return {
-        **{f"JPEG quality {quality}": partial(compress, quality) for quality in (90, 75, 50)},
-        "resize by a pixel": resize,
-        **{f"noise, {sigma} counts": partial(add_noise, sigma) for sigma in (2, 5)},
-        FLIP: lambda image, _: image[:, ::-1],
-    }
+CHANGES: dict[str, Callable[[ImageArray], ImageArray]] = {
+    f"JPEG quality {_JPEG_QUALITY}": _compress,
+    FLIP: lambda image: image[:, ::-1],
+}
+"""Changes of the model's input, under which cells should stay."""
 
 
 def _measure_stability(
@@ -327,9 +265,8 @@ def _measure_stability(
     before, metadata, shares = images.outputs, session.metadata, []
     predicted = before.logits.argmax(axis=1)
     kept, width = metadata.class_map.kept[predicted], metadata.grid[1]
-    for name, change in image_changes(options.seed).items():
-        changed = map(change, images.pixels, images.indices)
-        after = _run(session, changed, options.batch)
+    for name, change in CHANGES.items():
+        after = _run(session, map(change, images.pixels), options.batch)
         if before.argmax is None or after.argmax is None:
             raise ValueError("a model without slots has no cells")
         (old_row, old_col), (new_row, new_col) = (
@@ -346,25 +283,22 @@ def _measure_stability(
 def format_faithfulness(measured: Faithfulness) -> Iterator[str]:
     """Yield the figures as lines for a terminal."""
     yield (
-        f"faithfulness on {measured.images} of {measured.images_available} images, {measured.forward_passes:,} forward "
-        f"passes: cosine of the predicted class while its {measured.different_cells:.1f} different cells (mean; m = "
-        f"{measured.prototypes_per_class}) are removed or put back"
+        f"faithfulness on {measured.images} of {measured.images_available} images: cosine of the predicted class while "
+        f"its {measured.different_cells:.1f} different cells (mean; m = {measured.prototypes_per_class}) are removed"
     )
     yield f"random: {measured.random_control}, never the evidence"
-    for ranking, reason in measured.unavailable.items():
-        yield f"{ranking}: {reason}"
-    rows = [["", "cells", "evidence", "deletion", "insertion", "drop", "kept"]]
-    rows[0] += ["evidence better by: deletion", "insertion", "drop"]
+    yield from (f"{ranking}: {reason}" for ranking, reason in measured.unavailable.items())
+    rows = [["", "cells", "evidence", "deletion", "drop", "kept", "evidence better by: deletion", "drop"]]
     for row in measured.rankings:
-        means = (row.deletion_area.mean, row.insertion_area.mean, row.drop.mean)
-        cells = [f"{row.cells:.1f}", f"{row.evidence_share:.0%}", *(f"{mean:.3f}" for mean in means)]
-        gain = row.advantage
-        gains = (
-            [""] * 3 if gain is None else [_interval(m) for m in (gain.deletion_area, gain.insertion_area, gain.drop)]
+        means = (f"{mean.mean:.3f}" for mean in (row.deletion_area, row.drop))
+        gains = ["", ""]
+        if row.advantage is not None:
+            gains = [_interval(gain) for gain in (row.advantage.deletion_area, row.advantage.drop)]
+        rows.append(
+            [row.ranking, f"{row.cells:.1f}", f"{row.evidence_share:.0%}", *means, f"{row.class_kept:.0%}", *gains]
         )
-        rows.append([f"{row.fill}: {row.ranking}", *cells, f"{row.class_kept:.0%}", *gains])
     yield from format_columns(rows)
-    yield "deletion, insertion: area under the cosine's curve; drop, kept: cosine and class with all cells removed"
+    yield "deletion: area under the cosine's curve; drop, kept: cosine and class with all cells removed"
     yield "better by: paired per image, same number of cells; positive where the evidence wins; 95 % bootstrap interval"
     rows = [["stability of cells", "same cell", "within one", "same class"]]
     for change in measured.stability:
@@ -373,8 +307,6 @@ def format_faithfulness(measured: Faithfulness) -> Iterator[str]:
     yield from format_columns(rows)
 
 
-def _interval(mean: Mean | None, scale: float = 1, spec: str = "+.3f") -> str:
-    if mean is None:
-        return "-"
+def _interval(mean: Mean, scale: float = 1, spec: str = "+.3f") -> str:
     value, low, high = (format(scale * number, spec) for number in (mean.mean, mean.low, mean.high))
     return f"{value} [{low}, {high}]"

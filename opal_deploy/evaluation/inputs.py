@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import os
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.api.model import Model
 from opal_deploy.artifact.files import model_kind
 from opal_deploy.artifact.metadata import Metadata, check_all_outputs
 from opal_deploy.datasets import cub
@@ -20,41 +18,6 @@ from opal_deploy.errors import UsageError, require
 from opal_deploy.evaluation.annotations import Annotations, annotate, has_creatures
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.logs import WarningLine, as_progress
-from opal_deploy.runtime.select import open_sessions, read_model_metadata
-from opal_deploy.runtime.session import Session
-from opal_deploy.statistics import clopper_pearson_bound, explain_too_few
-
-
-@dataclass(frozen=True)
-class EvaluatedModel:
-    """A model to measure: its file, and the loaded model if the caller has one."""
-
-    path: Path
-    loaded: Model | None = None
-
-    @staticmethod
-    def of(model: str | os.PathLike[str] | Model) -> EvaluatedModel:
-        """Return the model behind a path or a loaded model.
-
-        Raises:
-            UsageError: the file does not exist, or a loaded model was made without a file.
-        """
-        path = model.path if isinstance(model, Model) else Path(model)
-        if path is None:
-            raise UsageError("this Model has no file; give one that `opal_deploy.load` returned, or a path")
-        if not path.is_file():
-            raise UsageError(f"{path}: no such model; expected a file of `opal-deploy export`, or a checkpoint")
-        return EvaluatedModel(path, model if isinstance(model, Model) else None)
-
-    def open(self, options: EvaluateOptions) -> Session:
-        """Return a session of the model: the loaded model's own, or a new one."""
-        if self.loaded is not None:
-            return self.loaded.sessions[0]
-        return open_sessions(self.path, device=options.device, threads=options.threads)[0]
-
-    def read_metadata(self) -> Metadata:
-        """Return the model's metadata without opening a runtime."""
-        return read_model_metadata(self.path) if self.loaded is None else self.loaded.metadata
 
 
 @dataclass(frozen=True)
@@ -68,11 +31,14 @@ class EvaluationInputs:
     background: list[Sample]  # out-of-distribution images, for the OOD score; may be empty
 
 
-def read_inputs(data: Path, metadata: dict[Path, Metadata], options: EvaluateOptions) -> EvaluationInputs:
+def read_inputs(data: Path, path: Path, metadata: Metadata, options: EvaluateOptions) -> EvaluationInputs:
     """Read a data set's split with the annotations that the options and the data set allow; log warnings.
 
+    Args:
+        path, metadata: of the model.
+
     Raises:
-        UsageError: the data set does not fit the options or a model, or annotations are missing or damaged.
+        UsageError: the data set does not fit the options or the model, or annotations are missing or damaged.
     """
     # classes with a few images cannot be split
     needs_validation = options.split in ("train", "val")
@@ -87,29 +53,19 @@ def read_inputs(data: Path, metadata: dict[Path, Metadata], options: EvaluateOpt
             f"{data_set.root}: no {options.split} images; give --split all for all {len(data_set.select('all')):,} if "
             "none was used in training, or --split val for those that `train` sets aside"
         )
-    warnings = list(data_set.warnings)
-    for path, described in metadata.items():
-        check_classes(path, list(described.class_names), data_set)
-        warnings.append(_describe_trained_images(path, described.training, data_set, options.split))
-        warnings.append(describe_crop_mismatch(path, described.crop, data_set, boxes=options.boxes))
-    for line in filter(None, warnings):
+    check_classes(path, list(metadata.class_names), data_set)
+    trained_on = _describe_trained_images(path, metadata.training, data_set, options.split)
+    crop_mismatch = describe_crop_mismatch(path, metadata.crop, data_set, boxes=options.boxes)
+    for line in filter(None, (*data_set.warnings, trained_on, crop_mismatch)):
         options.log(WarningLine(f"warning: {line}"))
-    if options.target_error is not None:
-        check_support(len(samples), options.target_error)
-    located, generated, use_parts = cub.has_parts(data_set), has_creatures(data_set), options.parts is not False
-    if options.parts and not located and not generated:
-        raise UsageError(
-            f"{data_set.root}: no part locations (CUB's parts/part_locs.txt or the generated set's parts.jsonl); "
-            "leave --parts out"
-        )
-    if options.interventions and not generated:
+    if options.interventions and not has_creatures(data_set):
         raise UsageError(f"{data_set.root}: --interventions draws creatures; it needs a generated data set (`demo`)")
     objects = None if options.annotations is None else Path(options.annotations)
     return EvaluationInputs(
         data_set,
         samples,
-        cub.read_parts(data_set.root, samples) if use_parts and located else None,
-        annotate(data_set, samples, boxes=options.boxes, parts=use_parts, objects=objects),
+        cub.read_parts(data_set.root, samples) if options.parts and cub.has_parts(data_set) else None,
+        annotate(data_set, samples, boxes=options.boxes, parts=options.parts, objects=objects),
         [] if options.background is None else read_background(options.background, data_set),
     )
 
@@ -130,33 +86,33 @@ def check_model(path: Path, metadata: Metadata, options: EvaluateOptions) -> Non
         UsageError: it lacks some, or its file cannot store an evaluation.
     """
     check_all_outputs(metadata, str(path), "`evaluate`")
+    is_checkpoint, evidence = model_kind(path) == "checkpoint", metadata.evidence
     # a model without prototypes is explained by Grad-CAM, which needs gradients
-    by_gradients = options.interventions and metadata.evidence == "none"
+    by_gradients = options.interventions and evidence == "none"
     needs_cells = {
         "--faithfulness": options.faithfulness,
         "--randomise": options.randomise,
         "--interventions": options.interventions and not by_gradients,
+        "--record": options.record,
     }
-    for flag in (flag for flag, wanted in needs_cells.items() if wanted):
-        check_single_cells(metadata, str(path), flag)
+    for flag in (flag for flag, wanted in needs_cells.items() if wanted and evidence != "exact"):
+        raise UsageError(f"{path}: no single cell is its evidence (evidence {evidence}); leave {flag} out")
     needs_network = {
         "--attack-outside": options.attack_outside,
         "--randomise": options.randomise,
         "--interventions": by_gradients,
         "--background": options.background is not None,
     }
-    for flag in (flag for flag, wanted in needs_network.items() if wanted and model_kind(path) != "checkpoint"):
+    for flag in (flag for flag, wanted in needs_network.items() if wanted and not is_checkpoint):
         raise UsageError(f"{path}: {flag} needs the checkpoint that it was exported from")
-    by_gradients |= options.faithfulness or (options.attack_outside and metadata.evidence == "none")
-    if model_kind(path) == "checkpoint" and (by_gradients or options.interventions):
+    by_gradients = options.interventions or options.faithfulness or (options.attack_outside and evidence == "none")
+    if is_checkpoint and by_gradients:
         require("captum", "evaluate", "Grad-CAM")
-    if options.attack_outside and metadata.evidence == "map":
+    if options.attack_outside and evidence == "map":
         raise UsageError(f"{path}: it averages over all cells (evidence map), so nothing lies outside its evidence")
-    if options.target_error is not None and metadata.evidence == "none":
+    if options.target_error is not None and evidence == "none":
         raise UsageError(f"{path}: it has no prototypes (evidence none), so no margins; leave --target-error out")
-    if options.record and metadata.evidence != "exact":
-        raise UsageError(f"{path}: no single cell is its evidence (evidence {metadata.evidence}); leave --record out")
-    if options.record and model_kind(path) == "checkpoint" and metadata.source.get("format") == "authors":
+    if options.record and is_checkpoint and metadata.source.get("format") == "authors":
         raise UsageError(
             f"{path}: a bare state dict cannot store an evaluation; export it, and use --record with the export"
         )
@@ -164,30 +120,15 @@ def check_model(path: Path, metadata: Metadata, options: EvaluateOptions) -> Non
         raise UsageError("--background: its features are stored with the baseline; add --split val --record")
 
 
-def check_single_cells(metadata: Metadata, model: str, flag: str) -> None:
-    """Raise UsageError unless single cells are the model's evidence, which an option needs."""
-    reasons = {
-        "map": "it averages over all cells (evidence map), so no single cell is its evidence",
-        "none": "it has no prototypes (evidence none)",
-    }
-    if metadata.evidence != "exact":
-        raise UsageError(f"{model}: {reasons[metadata.evidence]}; {flag} needs a model with evidence exact")
-
-
 def check_classes(path: Path, class_names: list[str], data_set: DataSet) -> None:
     """Raise UsageError unless the model's classes are the data set's, in the same order."""
-    names, count = data_set.class_names, len(class_names)
-    expected = "they must be the same, in the same order; give the data set that the model was trained on"
-    if count != len(names):
-        raise UsageError(
-            f"{path} knows {pluralize(count, 'class', 'classes')} ({class_names[0]}, ...), {data_set.root} has "
-            f"{len(names)} ({names[0]}, ...); {expected}"
-        )
-    for number, (model_name, data_name) in enumerate(zip(class_names, names, strict=True), 1):
+    pairs = itertools.zip_longest(class_names, data_set.class_names)
+    for number, (model_name, data_name) in enumerate(pairs, 1):
         if model_name != data_name:
             raise UsageError(
-                f"{path} and {data_set.root} have {count} classes each, but number {number} is {model_name!r} in the "
-                f"model and {data_name!r} in the data set; {expected}"
+                f"{path} knows {pluralize(len(class_names), 'class', 'classes')}, {data_set.root} has "
+                f"{len(data_set.class_names)}: number {number} is {model_name!r} in the model and {data_name!r} in the "
+                "data set; they must be the same, in the same order; give the data set that the model was trained on"
             )
 
 
@@ -211,12 +152,3 @@ def describe_crop_mismatch(path: Path, trained: str | None, data_set: DataSet, *
         return f"{path} was trained on whole images but is measured on crops; see --no-boxes"
     advice = "see --boxes" if data_set.crop else "the data set has no boxes"
     return f"{path} was trained on images cropped to boxes but is measured on whole ones; {advice}"
-
-
-def check_support(images: int, target: float) -> None:
-    """Raise UsageError if so few images cannot support an error rate, whatever the model."""
-    if reason := explain_too_few(images, target):
-        least = math.ceil(1000 * clopper_pearson_bound(0, images)) / 10
-        raise UsageError(
-            f"--target-error {100 * target:g}%: {reason}; give more images, or a rate of {least:g}% or more"
-        )

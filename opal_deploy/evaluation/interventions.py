@@ -1,26 +1,21 @@
 """Take parts of drawn creatures away, and compare the evidence with what that changes (`--interventions`).
 
 The protocol is FunnyBirds' (Hesse, Schaub-Meyer and Roth, ICCV 2023), with the generated creatures, of which every part
-can be left out while all else stays. Each creature is drawn with each of the 32 subsets of its five parts, so what a
-part is worth to the network is known, not estimated. The importance that an explanation gives a part is the sum of its
-cells whose centre lies in the part's box. Parts with at least half of an even share of the sum over parts count as
-named.
+can be left out while all else stays: so what a part is worth to the network is known, not estimated. The importance of
+a part to an explanation is the sum of its cells whose centre lies in the part's box. Parts with at least half of an
+even share of the sum over parts count as named.
 
 Measures, each the mean over creatures:
 
     single_deletion         Spearman's correlation of importance with the drop of the logit without the part, -1 ... 1
     deletion                the answer changes without the named parts
     preservation            the answer stays with the named parts alone
-    sufficient              share of named parts in a smallest set of parts that keeps the answer; of several the best
-    target_sensitivity      the evidence of another class lies on the special part that the creature shares with it,
-                            rather than on the one that it shares with a third class; None where no classes do
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,16 +32,14 @@ from opal_deploy.evaluation.metrics import Figures, Mean, format_cell, format_co
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.predict.prepare import prepare
 from opal_deploy.predict.types import InferenceOptions, Pixels
+from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.runtime.session import Session
 from opal_deploy.sources.image import InputImage
-from opal_deploy.synthetic.creatures import VARIANTS, Species, draw_creature, list_species
+from opal_deploy.synthetic.creatures import VARIANTS, Creature, Species, draw_creature, list_species
 
 EVIDENCE, RANDOM_HEAD, GRAD_CAM = "evidence", "random head", "Grad-CAM"
 PARTS = tuple(VARIANTS)
-# every set of parts that are left, the whole creature first
-_SUBSETS = [
-    frozenset(parts) for size in range(len(PARTS), -1, -1) for parts in itertools.combinations(range(len(PARTS)), size)
-]
+_ALL_PARTS = frozenset(range(len(PARTS)))
 # a named part has this share of an even one
 _NAMED = 0.5
 # first word of the seeds: a stream of its own
@@ -64,8 +57,6 @@ class Explained(Figures):
     single_deletion: Mean
     deletion: Mean
     preservation: Mean
-    sufficient: Mean
-    target_sensitivity: Mean | None
 
 
 @dataclass(frozen=True)
@@ -118,36 +109,44 @@ def measure_interventions(
     correct, same = [], []
     for number in range(images):
         label, stream = number % len(kinds), (_STREAM, seed, number)
-        draw = partial(draw_creature, kinds[label])
-        hidden = [[part for index, part in enumerate(PARTS) if index not in left] for left in _SUBSETS]
-        drawn = [draw(np.random.default_rng(stream), size, hide=hide) for hide in hidden]
-        moved = draw(np.random.default_rng(stream), size, scene=np.random.default_rng(number))
-        creatures = [InputImage(None, creature.image) for creature in [*drawn, moved]]
-        ready = [prepare(creature, metadata.input_size, InferenceOptions()) for creature in creatures]
-        pixels, geometry = np.stack([image.pixels for image in ready if image.pixels is not None]), ready[0].geometry
-        assert geometry is not None  # drawn images are readable
+        draw = partial(_draw_without, kinds[label], stream, size)
+        drawn = [draw(()), *(draw([part]) for part in range(len(PARTS)))]
+        scene = np.random.default_rng(number)
+        moved = draw_creature(kinds[label], np.random.default_rng(stream), size, scene=scene)
+        pixels, geometry = _prepare([*drawn, moved], metadata)
         outputs = session.run(pixels)
         answers = outputs.logits.argmax(axis=1)
         predicted = int(answers[0])
+        drops = outputs.logits[0, predicted] - outputs.logits[1:-1, predicted]
         correct.append(predicted == label)
         same.append(answers[-1] == predicted)
         # whether each part's box holds the centre of each cell, 0 or 1: float64 [parts, H * W]
         x, y = geometry.cell_centres(metadata.grid).T
         boxes = [drawn[0].parts[part].box for part in PARTS]
         on_parts = np.array([(x >= x0) & (x <= x1) & (y >= y0) & (y <= y1) for x0, y0, x1, y1 in boxes], np.float64)
-        rivals = _choose_rivals(kinds, label, np.random.default_rng((*stream, 1)))
         for name, explain in methods.items():
-            importance = {c: on_parts @ explain(pixels, outputs, c) for c in {predicted, *(c for c, _ in rivals)}}
-            measures = compare_parts(importance[predicted], outputs.logits[:-1, predicted], answers[:-1] == predicted)
-            measured[name].append((*measures, _compare_rivals(importance, rivals)))
+            importance = on_parts @ explain(pixels, outputs, predicted)
+            named = name_parts(importance)
+            changed, _ = _prepare([draw(named), draw(_ALL_PARTS - named)], metadata)
+            without, alone = session.run(changed).logits.argmax(axis=1) == predicted
+            measured[name].append((rank_correlation(importance, drops), float(not without), float(alone)))
         progress(number + 1, images, "taking parts away")
-    explained = [Explained(name, *map(_mean_of_known, np.array(rows, np.float64).T)) for name, rows in measured.items()]
+    explained = [Explained(name, *map(mean_with_interval, zip(*rows, strict=True))) for name, rows in measured.items()]
     return Interventions(images, seed, float(np.mean(correct)), mean_with_interval(same), explained)
 
 
-def _mean_of_known(values: NDArray[np.float64]) -> Any:
-    known = values[np.isfinite(values)]
-    return mean_with_interval(known) if len(known) else None
+def _draw_without(species: Species, stream: Sequence[int], size: tuple[int, int], parts: Iterable[int]) -> Creature:
+    """Draw the creature of a stream of random numbers without some of its parts; all else stays."""
+    return draw_creature(species, np.random.default_rng(stream), size, hide=[PARTS[part] for part in parts])
+
+
+def _prepare(creatures: Sequence[Creature], metadata: Metadata) -> tuple[Pixels, Geometry]:
+    """Return drawn images as the model sees them, uint8 [n, H0, W0, 3], and how all of them got there."""
+    images = [InputImage(None, creature.image) for creature in creatures]
+    ready = [prepare(image, metadata.input_size, InferenceOptions()) for image in images]
+    geometry = ready[0].geometry
+    assert geometry is not None  # drawn images are readable
+    return np.stack([image.pixels for image in ready if image.pixels is not None]), geometry
 
 
 def _list_kinds(metadata: Metadata) -> tuple[Species, ...]:
@@ -175,31 +174,6 @@ def _explain_by_slots(metadata: Metadata, _: Pixels, outputs: Outputs, class_id:
     return relevance
 
 
-def compare_parts(
-    importance: NDArray[np.float64], logits: NDArray[np.float32], kept: NDArray[np.bool_]
-) -> tuple[float, float, float, float]:
-    """Return one image's measures, except target sensitivity.
-
-    Args:
-        importance: [parts].
-        logits: [subsets], of the class predicted for the whole creature.
-        kept: bool [subsets], whether that class is predicted.
-    """
-    every = _SUBSETS[0]
-    places = {left: number for number, left in enumerate(_SUBSETS)}
-    drops = np.array([logits[0] - logits[places[every - {part}]] for part in range(len(PARTS))])
-    named = name_parts(importance)
-    smallest = min(len(left) for left in _SUBSETS if kept[places[left]])
-    sufficient = [left for left in _SUBSETS if kept[places[left]] and len(left) == smallest]
-    shares = [len(left & named) / len(left) if left else 1.0 for left in sufficient]
-    return (
-        rank_correlation(importance, drops),
-        float(not kept[places[every - named]]),
-        float(kept[places[named]]),
-        max(shares),
-    )
-
-
 def name_parts(importance: NDArray[np.float64]) -> frozenset[int]:
     """Return the parts with at least half of an even share of the importance over parts."""
     total = np.maximum(importance, 0).sum()
@@ -210,44 +184,9 @@ def name_parts(importance: NDArray[np.float64]) -> frozenset[int]:
 
 def rank_correlation(first: NDArray[Any], second: NDArray[Any]) -> float:
     """Return Spearman's correlation, equal values sharing their mean rank; 0 where either is constant."""
-    if min(np.ptp(first), np.ptp(second)) == 0:
-        return 0.0
     from scipy.stats import spearmanr
 
-    return float(spearmanr(first, second).statistic)
-
-
-Rivals = tuple[tuple[int, list[int]], ...]
-"""Two classes, each with the special parts of a third that only it shares; empty if there are none."""
-
-
-def _choose_rivals(kinds: Sequence[Species], label: int, rng: np.random.Generator) -> Rivals:
-    """Return two other classes, each with the special parts of `label` that only it shares."""
-    own = kinds[label].variants
-    special = {index for index, part in enumerate(PARTS) if own[part] != VARIANTS[part][0]}
-    shared = {
-        class_id: {index for index in special if kind.variants[PARTS[index]] == own[PARTS[index]]}
-        for class_id, kind in enumerate(kinds)
-        if class_id != label
-    }
-    pairs = [(a, b) for a, b in itertools.combinations(shared, 2) if shared[a] - shared[b] and shared[b] - shared[a]]
-    if not pairs:
-        return ()
-    a, b = pairs[int(rng.integers(len(pairs)))]
-    return (a, sorted(shared[a] - shared[b])), (b, sorted(shared[b] - shared[a]))
-
-
-def _compare_rivals(importance: Mapping[int, NDArray[np.float64]], rivals: Rivals) -> float:
-    """Return the share of the two classes whose evidence lies more on the parts that only they share."""
-    if not rivals:
-        return np.nan
-    (a, only_a), (b, only_b) = rivals
-    ahead = [
-        importance[class_id][own].mean() - importance[class_id][other].mean()
-        for class_id, own, other in ((a, only_a, only_b), (b, only_b, only_a))
-    ]
-    # 1 if ahead, 0.5 if equal
-    return float(np.mean((np.sign(ahead) + 1) / 2))
+    return 0.0 if min(np.ptp(first), np.ptp(second)) == 0 else float(spearmanr(first, second).statistic)
 
 
 def format_interventions(measured: Interventions) -> Iterator[str]:
@@ -257,10 +196,10 @@ def format_interventions(measured: Interventions) -> Iterator[str]:
         f"parts taken away, {measured.images} creatures, accuracy {measured.accuracy:.1%}; another background keeps "
         f"{100 * same.mean:.0f} % ({100 * same.low:.0f} to {100 * same.high:.0f}) of the answers"
     )
-    rows = [["explained by", "correlation", "without named", "named alone", "of a sufficient set", "by class"]]
+    rows = [["explained by", "correlation", "without named", "named alone"]]
     for row in measured.explained:
         mean = row.single_deletion
         correlation = f"{mean.mean:.2f} ({mean.low:.2f} to {mean.high:.2f})"
-        shares = (row.deletion, row.preservation, row.sufficient, row.target_sensitivity)
+        shares = (row.deletion, row.preservation)
         rows.append([row.method, correlation, *(format_cell(share, digits=0) for share in shares)])
     yield from format_columns(rows)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from opal_deploy.artifact.class_map import ClassMap, find_margins
-from opal_deploy.artifact.heads import find_totals
-from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs, find_largest
+from opal_deploy.artifact.outputs import find_largest
 from opal_deploy.datasets.samples import describe_never_predicted
-from opal_deploy.statistics import compute_risk_curve
+from opal_deploy.statistics import CONFIDENCE, choose_threshold
 
 _TOP = 5
 # classes listed with their accuracy, the lowest first
 _LOWEST = 10
+# thresholds in the summary of a curve: those that answer at least 1/10, 2/10, ... of the images
+_NUM_LEVELS = 10
+# error rates whose coverage a summary states
+_ERROR_RATES = (0.01, 0.02, 0.05)
 RESAMPLES = 10_000
 # values drawn at a time: bounds the memory of resampling a large sample
 _MAX_DRAWN = 1 << 21
@@ -29,15 +32,8 @@ class Figures:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures for JSON, with the attributes' names as keys."""
-        return {field.name: _to_json(getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
-
-
-def _to_json(value: Any) -> Any:
-    if isinstance(value, Figures):
-        return value.to_dict()
-    if isinstance(value, dict):
-        return {key: _to_json(item) for key, item in value.items()}
-    return [_to_json(item) for item in value] if isinstance(value, list | tuple) else value
+        document: dict[str, Any] = msgspec.to_builtins(self)
+        return document
 
 
 @dataclass(frozen=True)
@@ -101,23 +97,16 @@ def margins(logits: NDArray[np.float32], values: NDArray[np.float64], class_map:
     return find_margins(class_map.totals(class_map.take(values, best), best))
 
 
-def collapse_per_image(
-    argmax: NDArray[np.int32], labels: NDArray[np.int64], class_map: ClassMap
-) -> NDArray[np.float64]:
+def collapse_of_cells(cells: NDArray[np.int32], labels: NDArray[np.int64], class_map: ClassMap) -> NDArray[np.float64]:
     """Return the spatial prototype collapse of each image (paper, Supp. D.1), float64 [N], 0 ... 1.
 
     For an image of class c: 1 - (number of different cells among the class's m_c slots - 1) / (m_c - 1); a single slot
     cannot collapse, and the score is 0.
 
     Args:
-        argmax: [N, K], flat cell of each channel's maximum.
+        cells: [N, m], flat cells of the label's slots.
         labels: [N], class indices.
     """
-    return collapse_of_cells(class_map.take(argmax, labels), labels, class_map)
-
-
-def collapse_of_cells(cells: NDArray[np.int32], labels: NDArray[np.int64], class_map: ClassMap) -> NDArray[np.float64]:
-    """Return the collapse of each image, see `collapse_per_image`, from the cells [N, m] of the label's channels."""
     # a dropped slot repeats the first that is left
     kept = class_map.kept
     source = np.where(kept, np.arange(class_map.max_slots), kept.argmax(axis=1)[:, None])  # [C, m]
@@ -125,6 +114,61 @@ def collapse_of_cells(cells: NDArray[np.int32], labels: NDArray[np.int64], class
     repeated = class_map.counts[labels] - 1 - (np.diff(ordered, axis=1) != 0).sum(axis=1)  # [N]
     scores: NDArray[np.float64] = repeated / np.maximum(class_map.counts[labels] - 1, 1)
     return scores
+
+
+def summarize_risk(margins: ArrayLike, correct: ArrayLike) -> dict[str, Any]:
+    """Return the summary of the risk-coverage curve of N labelled images, at least one, over the margin.
+
+    A classifier abstains where its margin is below a threshold. Coverage is the share of images that it answers, risk
+    the share of wrong predictions among these. Images with equal margins are answered together. `aurc`, the area under
+    the curve, is the mean over k = 1 ... N of the risk of the k largest margins, wrong answers being spread evenly over
+    images with equal margins. `levels`, which `statistics.choose_threshold` reads, are margin, answered and wrong of
+    the strictest threshold for each tenth of coverage.
+
+    Args:
+        margins: [N], finite; see `margins`.
+        correct: bool [N], whether the prediction is the label.
+    """
+    sizes = np.asarray(margins, np.float64)
+    order, images = np.argsort(-sizes, kind="stable"), len(sizes)
+    falling, errors = sizes[order], np.cumsum(~np.asarray(correct, np.bool_)[order], dtype=np.int64)
+    # every threshold that makes a difference, strictest first
+    last = np.flatnonzero(np.append(falling[1:] != falling[:-1], True))
+    answered, wrong, k = last + 1, errors[last], np.arange(1, images + 1)
+    low_risk = {f"{rate:g}": answered[wrong <= rate * answered] for rate in _ERROR_RATES}
+    counts = -(-np.arange(1, _NUM_LEVELS + 1) * images // _NUM_LEVELS)
+    chosen = np.unique(np.searchsorted(answered, counts))
+    columns = (values[chosen].tolist() for values in (falling[last], answered, wrong))
+    return {
+        "images": images,
+        "error": int(wrong[-1]) / images,
+        "aurc": float((np.interp(k, np.append(0, answered), np.append(0, wrong)) / k).mean()),
+        "coverage_at_error": {rate: int(few.max(initial=0)) / images for rate, few in low_risk.items()},
+        "levels": [list(level) for level in zip(*columns, strict=True)],
+    }
+
+
+@dataclass(frozen=True)
+class TargetMargin(Figures):
+    """The margin that keeps an error rate, chosen on N labelled images; without one the last five are None."""
+
+    target_error: float  # the largest acceptable error rate, 0 ... 1
+    confidence: float  # that it holds on similar images
+    images: int
+    min_margin: float | None = None
+    coverage: float | None = None  # share of images answered
+    answered: int | None = None  # answered, wrong: counts at that margin
+    wrong: int | None = None
+    upper_bound: float | None = None  # Clopper and Pearson's bound of the error rate at that margin
+
+    @staticmethod
+    def choose(risk: Mapping[str, Any], target: float) -> TargetMargin:
+        """Return the margin for a rate, see `statistics.choose_threshold`; `risk`: a curve's summary."""
+        images, point = risk["images"], choose_threshold(risk, target)
+        if point is None:
+            return TargetMargin(target, CONFIDENCE, images)
+        figures = (point.min_margin, point.answered / images, point.answered, point.wrong, point.bound)
+        return TargetMargin(target, CONFIDENCE, images, *figures)
 
 
 @dataclass(frozen=True)
@@ -139,7 +183,7 @@ class Evaluation:
     spatial_prototype_collapse_std: float | None = None  # standard deviation over images, as the paper's table gives it
     top5: float | None = None  # top-5 accuracy, 0 ... 1; None with no more than 5 classes
     macro_f1: float | None = None  # mean F1, 0 ... 1, of the classes that are a label or a prediction at least once
-    # summary of the risk-coverage curve over the margin, see `RiskCurve.summary`; None without anchors
+    # summary of the risk-coverage curve over the margin, see `summarize_risk`; None without anchors
     risk: dict[str, Any] | None = None
 
     def to_dict(self, prefix: str) -> dict[str, Any]:
@@ -162,7 +206,7 @@ def compute_metrics(
     Args:
         logits: [N, C], N at least 1.
         labels: [N], class indices.
-        collapse: [N], see `collapse_per_image`; None for a network without slots.
+        collapse: [N], see `collapse_of_cells`; None for a network without slots.
         margins: [N], see `metrics.margins`; None for a network without anchors.
     """
     from scipy.special import log_softmax
@@ -180,7 +224,7 @@ def compute_metrics(
         spatial_prototype_collapse_std=None if collapse is None else float(collapse.std()),
         top5=top5,
         macro_f1=float(f1_score(labels, predicted, average="macro", zero_division=0.0)),
-        risk=None if margins is None else compute_risk_curve(margins, predicted == labels).summary(),
+        risk=None if margins is None else summarize_risk(margins, predicted == labels),
     )
 
 
@@ -222,38 +266,3 @@ def format_classes(classes: Sequence[ClassCounts]) -> Iterator[str]:
     others = sorted((row for row in classes if row.images and row.predicted), key=lambda row: row.correct / row.images)
     listed = ", ".join(f"{row.label} {row.correct} of {row.images}" for row in others[:_LOWEST])
     yield f"Lowest accuracy: {listed}" if len(others) > _LOWEST else f"Accuracy by class: {listed}"
-
-
-@dataclass(frozen=True)
-class Agreement(Figures):
-    """The agreement of two models on the same N images."""
-
-    images: int
-    same_class: float  # share of images with the same predicted class
-    # share of equal cells among the m of the class that the first model predicts; None for models without slots, or
-    # with another m or grid
-    same_cells: float | None
-    largest_cosine_difference: float | None  # over all images and classes; None if a model has no cosines
-
-    def describe(self) -> str:
-        """Return the agreement in a line."""
-        cells = "cells not comparable" if self.same_cells is None else f"{self.same_cells:.2%} same cells"
-        difference = self.largest_cosine_difference
-        cosine = "" if difference is None else f", largest cosine difference {difference:.3g}"
-        return f"{self.same_class:.2%} same class, {cells}{cosine} ({self.images:,} images)"
-
-
-def measure_agreement(first: tuple[Outputs, Metadata], second: tuple[Outputs, Metadata]) -> Agreement:
-    """Compare two models' outputs for the same images, row for row; both have the same classes."""
-    (a, a_metadata), (b, b_metadata) = first, second
-    a_map, b_map, predicted = a_metadata.class_map, b_metadata.class_map, a.logits.argmax(axis=1)
-    same_cells = difference = None
-    if a.scores is not None and b.scores is not None:
-        difference = float(np.abs(find_totals(a.scores, a_metadata) - find_totals(b.scores, b_metadata)).max())
-    comparable = a_metadata.grid == b_metadata.grid and np.array_equal(a_map.channel_table, b_map.channel_table)
-    if comparable and a.argmax is not None and b.argmax is not None:
-        kept = (a_map.kept & b_map.kept)[predicted]
-        equal = (a_map.take(a.argmax, predicted) == b_map.take(b.argmax, predicted))[kept]
-        same_cells = float(equal.mean()) if len(equal) else None
-    same_class = float((predicted == b.logits.argmax(axis=1)).mean())
-    return Agreement(len(predicted), same_class, same_cells, difference)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from opal_deploy.errors import UsageError
 from opal_deploy.logs import Log, ProgressChoice, log_line
@@ -25,13 +24,10 @@ from opal_deploy.options import (
 )
 
 Split = Literal["test", "val", "train", "all"]
-Fill = Literal["blur", "mean", "noise"]
-FILLS: tuple[Fill, ...] = get_args(Fill)
 # options that only some measurements read, and these
 _ONLY_FOR = {
-    ("attack_levels", "attack_margin", "attack_steps"): ("attack_outside",),
-    ("fill",): ("faithfulness",),
-    ("limit",): ("faithfulness", "attack_outside", "randomise", "interventions"),
+    "attack_margin": ("attack_outside",),
+    "limit": ("faithfulness", "attack_outside", "randomise", "interventions"),
 }
 
 
@@ -50,10 +46,10 @@ class EvaluateOptions(Options):
     split: Annotated[Split, Option("Images to measure; `all` for a folder that was not used in training.")] = "test"
     boxes: CropToBoxes = True
     parts: Annotated[
-        bool | None,
-        Option("Prototype consistency, stability and part purity, and the pointing game on parts.",
-               flag="--parts/--no-parts", default="where the data set has parts"),
-    ] = None  # fmt: skip
+        bool,
+        Option("Consistency, stability, part purity and the pointing game on parts, where the data set has them.",
+               flag="--parts/--no-parts"),
+    ] = True  # fmt: skip
     annotations: Annotated[
         StrPath | None,
         Option("COCO file with object boxes for the pointing game.",
@@ -70,11 +66,7 @@ class EvaluateOptions(Options):
     attack_outside: Annotated[
         bool, Option("Change pixels outside the boxes, at random and by an attack. For checkpoints.")
     ] = False
-    attack_levels: Annotated[
-        int, Option("Largest change of a pixel in --attack-outside, in grey levels of 255.", min=1, max=255)
-    ] = 6
     attack_margin: Annotated[int, Option("Pixels around each box that must not change.", min=0)] = 10
-    attack_steps: Annotated[int, Option("Gradient steps of --attack-outside.", min=1)] = 20
     randomise: Annotated[
         bool, Option("Shuffle weights from the top, and see whether the evidence loses its hits. For checkpoints.")
     ] = False
@@ -84,9 +76,6 @@ class EvaluateOptions(Options):
     limit: Annotated[int, Option("Images for --faithfulness and the options after it, evenly over classes.", min=1)] = (
         100
     )
-    fill: Annotated[
-        Sequence[Fill], Option("What replaces removed cells: blur, mean or noise. Repeatable.", cli=list[str])
-    ] = FILLS
     seed: Annotated[int, Option("Seed of the noise and the random cells.", min=0)] = 0
     device: Device = "auto"
     threads: Threads = None
@@ -116,8 +105,6 @@ class EvaluateOptions(Options):
         super().__post_init__()
         if self.target_error is not None and not 0 < self.target_error < 1:
             raise UsageError(f"target_error {self.target_error}: expected a share between 0 and 1, such as 0.05")
-        for options, measures in _ONLY_FOR.items():
-            if not any(getattr(self, name) for name in measures) and (unused := self.changed(names=options)):
+        for option, measures in _ONLY_FOR.items():
+            if not any(getattr(self, name) for name in measures) and (unused := self.changed(names=[option])):
                 raise UsageError(f"{unused}: only for {', '.join(map(flag_of, measures))}; add one, or leave it out")
-        # each once
-        object.__setattr__(self, "fill", tuple(dict.fromkeys(self.fill)))

@@ -49,98 +49,84 @@ TOP = 10
 class PartFigures:
     """Consistency, stability and purity over the images of a split, in percent as in the paper's tables."""
 
-    # consistency, stability: see `prototype_consistency` and `prototype_stability`; None where not measured
-    consistency: float | None
-    stability: float | None
-    # purity, purity_std: mean and standard deviation over the K channels, see `purity_by_channel`; likewise
-    purity: float | None
+    consistency: float | None  # see `prototype_consistency`; None where not measured, as the following
+    stability: float | None  # see `prototype_stability`
+    purity: float | None  # purity, purity_std: mean and standard deviation over channels, see `purity_by_channel`
     purity_std: float | None
     prototypes: int
     images: int
-    # figure to the reason why it cannot be measured on this model, and a remedy
-    unavailable: dict[str, str] = field(default_factory=dict)
+    unavailable: dict[str, str] = field(default_factory=dict)  # figure to the reason why it was not measured
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures for JSON as shares, 0 ... 1; a figure that was not measured is null, with its reason."""
         percent = (self.consistency, self.stability, self.purity, self.purity_std)
-        figures: dict[str, Any] = {
-            name: None if value is None else value / 100
-            for name, value in zip((CONSISTENCY, STABILITY, PURITY, f"{PURITY}_std"), percent, strict=True)
-        }
-        figures |= {"part_prototypes": self.prototypes, "part_images": self.images}
-        return {**figures, "unavailable": self.unavailable} if self.unavailable else figures
+        names = (CONSISTENCY, STABILITY, PURITY, f"{PURITY}_std")
+        shares = {name: None if share is None else share / 100 for name, share in zip(names, percent, strict=True)}
+        unavailable = {"unavailable": self.unavailable} if self.unavailable else {}
+        return {**shares, "part_prototypes": self.prototypes, "part_images": self.images, **unavailable}
 
 
 Hits = tuple[NDArray[np.bool_] | None, NDArray[np.bool_] | None]
 """Hits without and with noise, [n, m, P]; None where they cannot be measured."""
 
 
-@dataclass(frozen=True)
 class PartProtocol:
     """The measurement of consistency, stability and purity on a data set's N images, batch by batch.
 
     A checkpoint's session always gives attention maps; an exported model only if they are among its outputs.
+
+    Args:
+        parts, labels: part locations and class indices of the N images.
+        cropped: whether images are cropped to their boxes, as the protocol asks.
+        seed: of the noise.
     """
 
-    metadata: Metadata
-    parts: PartLocations
-    labels: NDArray[np.int64]  # [N]  # [N]
-    seed: int
-    # the session's function that gives the outputs of a batch
-    run: Callable[[ImageBatch], Outputs]  # the session's function that gives the outputs of a batch
-    # its function for normalised images; None if it has none
-    run_normalised: Callable[[FloatArray], Outputs] | None  # its function for normalised images; None if it has none
-    unavailable: dict[str, str]  # see `PartFigures`  # see `PartFigures`
-
-    @staticmethod
-    def of(
-        session: Session, parts: PartLocations, labels: NDArray[np.int64], *, cropped: bool = True, seed: int = 0
-    ) -> PartProtocol:
-        """Return the protocol of a session; `cropped`: whether images are cropped to their boxes, as it asks."""
-        metadata = session.metadata
-        unavailable = explain_undefined(metadata, cropped=cropped)
+    def __init__(
+        self, session: Session, parts: PartLocations, labels: NDArray[np.int64], *, cropped: bool = True, seed: int = 0
+    ) -> None:
+        self._metadata, self._parts, self._labels, self._seed = session.metadata, parts, labels, seed
+        self.unavailable = explain_undefined(session.metadata, cropped=cropped)
+        # functions of pixels, and of normalised images
+        self.run: Callable[[ImageBatch], Outputs] = session.run
+        self._run_normalised: Callable[[FloatArray], Outputs] | None = getattr(session, "run_normalised", None)
         if isinstance(session, AttentionSession):
-            runs = (session.run_with_attention, session.run_normalised)
-            return PartProtocol(metadata, parts, labels, seed, *runs, unavailable)
-        normalised = getattr(session, "run_normalised", None) if metadata.input_kind == "float32" else None
-        unavailable = unavailable or explain_missing_outputs(metadata)
-        return PartProtocol(metadata, parts, labels, seed, session.run, normalised, unavailable)
+            self.run = session.run_with_attention
+        else:
+            self.unavailable = self.unavailable or explain_missing_outputs(session.metadata)
 
     def find_hits(self, indices: Sequence[int], pixels: ImageBatch, outputs: Outputs) -> Hits:
         """Return the hits on a batch: images uint8 [n, H0, W0, 3] with these indices, and the outputs of `run`."""
-        points = self.parts.truncated_input_points(_SIDE)[indices]
+        points = self._parts.truncated_input_points(_SIDE)[indices]
 
         def hits(measured: Outputs) -> NDArray[np.bool_]:
             assert measured.attention is not None  # `unavailable` has a reason otherwise
-            maps = self.metadata.class_map.take(measured.attention, self.labels[indices])
-            return part_hits(peak_locations(maps), points, self.parts.visible[indices])
+            maps = self._metadata.class_map.take(measured.attention, self._labels[indices])
+            return part_hits(peak_locations(maps), points, self._parts.visible[indices])
 
         clean = None if CONSISTENCY in self.unavailable else hits(outputs)
-        if STABILITY in self.unavailable or self.run_normalised is None:
+        if STABILITY in self.unavailable or self._run_normalised is None:
             return clean, None
-        images = normalise(pixels, self.metadata.mean, self.metadata.std)
-        return clean, hits(self.run_normalised(add_noise(images, indices, self.seed)))
+        images = normalise(pixels, self._metadata.mean, self._metadata.std)
+        return clean, hits(self._run_normalised(add_noise(images, indices, self._seed)))
 
-    def summarize(self, hits: Sequence[Hits], outputs: Outputs, geometries: Sequence[Geometry]) -> PartFigures:
+    def summarize(self, batches: Sequence[Hits], outputs: Outputs, geometries: Sequence[Geometry]) -> PartFigures:
         """Return the figures from the hits of all batches, and the outputs and geometries of all N images."""
-        class_map, labels, visible = self.metadata.class_map, self.labels, self.parts.visible
-        clean, noisy = (
-            np.concatenate([arrays for arrays in kind if arrays is not None]) if kind[0] is not None else None
-            for kind in zip(*hits, strict=True)
-        )
+        class_map, labels, visible = self._metadata.class_map, self._labels, self._parts.visible
         consistency = stability = purity = purity_std = None
-        if clean is not None:
-            consistency = prototype_consistency(clean, visible, labels, class_map)
-            stability = None if noisy is None else prototype_stability(clean, noisy, labels, class_map)
+        prototypes = 0
+        if CONSISTENCY not in self.unavailable:
+            clean, noisy = ([hits for hits in kind if hits is not None] for kind in zip(*batches, strict=True))
+            hit = np.concatenate(clean)
+            consistency = prototype_consistency(hit, visible, labels, class_map)
+            stability = prototype_stability(hit, np.concatenate(noisy), labels, class_map) if noisy else None
+            prototypes = int(class_map.supporting[np.unique(labels)].sum())
         if PURITY not in self.unavailable and outputs.scores is not None and outputs.argmax is not None:
             # a box that leaves the image was clipped: the patch lies on what is left
             crops = np.array([geometry.crop for geometry in geometries], dtype=np.float64)
-            points = self.parts.input_points(_SIDE, crops)
-            purities = purity_by_channel(
-                outputs.scores, outputs.argmax, self.metadata.grid, points, visible, self.parts.names
-            )[(class_map.matrix > 0).any(axis=0)]
-            purity, purity_std = 100.0 * float(purities.mean()), 100.0 * float(purities.std())
-        prototypes = 0 if consistency is None else int(class_map.supporting[np.unique(labels)].sum())
+            points, names = self._parts.input_points(_SIDE, crops), self._parts.names
+            purities = purity_by_channel(outputs.scores, outputs.argmax, self._metadata.grid, points, visible, names)
+            supporting = purities[(class_map.matrix > 0).any(axis=0)]
+            purity, purity_std = 100.0 * float(supporting.mean()), 100.0 * float(supporting.std())
         return PartFigures(consistency, stability, purity, purity_std, prototypes, len(labels), self.unavailable)
 
 
@@ -156,18 +142,15 @@ def explain_undefined(metadata: Metadata, *, cropped: bool = True) -> dict[str, 
 
 
 def explain_missing_outputs(metadata: Metadata) -> dict[str, str]:
-    """Return, per figure, which output an exported model lacks, and the command that exports it."""
+    """Return, per figure, what an exported model lacks, and the command that exports it."""
     source = metadata.source.get("file", "CHECKPOINT")
     # another file: the evaluated one may be in use, and earlier results name its digest
     command = f"opal-deploy export {source} --out {Path(source).stem}.attention.onnx --outputs attention"
-    instead = f"evaluate {source} itself, or a file that has them: {command}"
-    if not metadata.is_opal:
-        instead = f"evaluate a file that has them: {command} --arch ARCHITECTURE"
-    missing = [] if "attention" in metadata.outputs else ["output attention"]
-    reasons = {CONSISTENCY: f"the model has no output attention; {instead}"} if missing else {}
-    missing += [] if metadata.input_kind == "float32" else ["float32 input, which noise is added to"]
-    if missing:
-        reasons[STABILITY] = f"the model has no {' and no '.join(missing)}; {instead} --input float32"
+    has_attention = "attention" in metadata.outputs
+    reasons = {} if has_attention else {CONSISTENCY: f"the model has no output attention; export it with: {command}"}
+    if not has_attention or metadata.input_kind != "float32":
+        missing = "output attention with float32 input, which noise is added to"
+        reasons[STABILITY] = f"the model has no {missing}; export it with: {command} --input float32"
     return reasons
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -173,8 +173,11 @@ def play_pointing_game(
     return summarize_hits(hits, annotations, left_out)
 
 
-def format_game(game: PointingGame) -> Iterator[str]:
+def format_game(game: PointingGame | None) -> Iterator[str]:
     """Yield the shares, the rules, and for a few classes the parts that their slots hit."""
+    if game is None:
+        yield "pointing game: skipped, no correctly classified image has an annotation"
+        return
     titles = {"object": "in the object", "part": "on a part", "distinguishing_part": "on a distinguishing part"}
     shares = [f"{title} {_format_share(share)}" for name, title in titles.items() if (share := getattr(game, name))]
     yield (
@@ -196,28 +199,11 @@ def _format_share(share: Share) -> str:
 def format_parts(parts: Sequence[PartShare]) -> str:
     """Return the parts that hold evidence in most images of a class; known distinguishing parts come first."""
     most_hit = sorted(parts, key=lambda part: -part.images)
-    distinguishing, others = (
-        ", ".join(f"{part.title} {100 * part.images:.0f} %" for part in chosen)
-        for chosen in (
-            [part for part in most_hit if part.distinguishing],
-            [part for part in most_hit if part.images > 0 and not part.distinguishing][:_MAX_PARTS],
-        )
-    )
-    if not distinguishing:
-        return f"{others or 'no part'} of its images"
-    return f"distinguishing {distinguishing}; others {others or 'none'}"
-
-
-def slot_table(game: PointingGame) -> tuple[list[str], list[list[Any]]]:
-    """Return header and rows of slot_parts.csv: one row per class and slot, one column per part.
-
-    An entry is the share of images in which the slot hits the part, over the class's correct predictions in which the
-    part is visible; empty if it is never visible.
-    """
-    names = sorted({part.part for parts in game.classes.values() for part in parts})
-    rows = []
-    for class_name, parts in game.classes.items():
-        shares = {(part.part, slot): share for part in parts for slot, share in part.slots.items()}
-        slots = sorted({slot for _, slot in shares})
-        rows += [[class_name, slot, *(shares.get((name, slot), "") for name in names)] for slot in slots]
-    return ["class", "slot", *names], rows
+    distinguishing = [part for part in most_hit if part.distinguishing]
+    others = [part for part in most_hit if part.images > 0 and not part.distinguishing][:_MAX_PARTS]
+    texts = [
+        ", ".join(f"{part.title} {100 * part.images:.0f} %" for part in chosen) for chosen in (distinguishing, others)
+    ]
+    if distinguishing:
+        return f"distinguishing {texts[0]}; others {texts[1] or 'none'}"
+    return f"{texts[1] or 'no part'} of its images"

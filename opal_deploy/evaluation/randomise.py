@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import update_bn
 
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.evaluation.annotations import Annotations
@@ -83,7 +83,7 @@ def measure_randomisation(
         for module in modules:
             shuffle_weights(module, rng)
         if name not in (NOTHING, HEAD):
-            measure_statistics(network.backbone, inputs)
+            update_bn(torch.split(inputs, _BATCH), network.backbone)
         session = TorchSession(loaded, device=options.device, threads=options.threads)
         result = evaluate_session(session, [*samples], boxes=options.boxes, batch=_BATCH)
         cells, kept = metadata.class_map.take(np.asarray(result.outputs.argmax), result.labels), metadata.class_map.kept
@@ -101,9 +101,9 @@ def list_stages(body: nn.Module) -> list[tuple[str, list[nn.Module]]]:
     stages: dict[str, list[nn.Module]] = {}
     for name, module in body.named_children():
         inner = module.named_children() if name in _CONTAINERS else [("", module)]
-        for number, each in inner:
-            if next(each.parameters(), None) is not None:
-                stages.setdefault(f"{name}.{number}".removesuffix("."), []).append(each)
+        for number, stage in inner:
+            if next(stage.parameters(), None) is not None:
+                stages.setdefault(f"{name}.{number}".removesuffix("."), []).append(stage)
     return list(stages.items())[::-1]
 
 
@@ -113,23 +113,6 @@ def shuffle_weights(module: nn.Module, rng: np.random.Generator) -> None:
         for parameter in module.parameters():
             order = torch.from_numpy(rng.permutation(parameter.numel())).to(parameter.device)
             parameter.copy_(parameter.flatten()[order].reshape(parameter.shape))
-
-
-def measure_statistics(backbone: nn.Module, inputs: torch.Tensor) -> None:
-    """Measure batch normalisation's means and variances anew on normalised images, float32 [n, 3, H0, W0]."""
-    layers = [layer for layer in backbone.modules() if isinstance(layer, _BatchNorm)]
-    momenta = [layer.momentum for layer in layers]
-    for layer in layers:
-        layer.reset_running_stats()
-        # the plain mean over batches
-        layer.momentum = None
-        layer.train()
-    with torch.no_grad():
-        for first in range(0, len(inputs) if layers else 0, _BATCH):
-            backbone(inputs[first : first + _BATCH])
-    for layer, momentum in zip(layers, momenta, strict=True):
-        layer.momentum = momentum
-        layer.eval()
 
 
 def format_randomisation(randomisation: Randomisation) -> Iterator[str]:

@@ -1,4 +1,8 @@
-"""The record of an evaluation in the model's own file (`evaluate --record`), which `artifact.measurements` reads."""
+"""What a model's own file stores: its baseline, the neighbours among its training images, and an evaluation's figures.
+
+Training stores the first two, which are measured on a bounded number of images, evenly over the classes, so that they
+cost minutes at most; `evaluate --record` stores all, and `artifact.measurements` reads them.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,106 @@ import datetime
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from opal_deploy._version import __version__
 from opal_deploy.artifact import engine_file, onnx_file
+from opal_deploy.artifact.baseline import Baseline
 from opal_deploy.artifact.files import compute_sha256, model_kind
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.datasets.samples import DataSet
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.evaluation.cells import CONTRIBUTION, RANDOM
 from opal_deploy.evaluation.parts import CONSISTENCY, PURITY, STABILITY
-from opal_deploy.evaluation.result import ModelEvaluation
+from opal_deploy.evaluation.session import choose_samples, photographs
+from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model import checkpoint
+from opal_deploy.model.neighbours import MAX_IMAGES, Neighbours, max_images
+from opal_deploy.model.network import OpalNetwork
+from opal_deploy.preprocess.resize import normalise
+from opal_deploy.records.evidence import observe_outputs
+from opal_deploy.runtime.session import ImageBatch, Session
+
+if TYPE_CHECKING:
+    from opal_deploy.evaluation.result import ModelEvaluation
+
+# validation images of a baseline
+_MAX_VALIDATION = 5_000
+
+
+def fit_neighbours(
+    network: OpalNetwork,
+    samples: list[Sample],
+    background: list[Sample],
+    *,
+    boxes: bool = True,
+    progress: Progress = no_progress,
+) -> Neighbours | None:
+    """Return the neighbours of a trained network: features of training images, not augmented.
+
+    Up to 2,000 images are taken, or five per class, and up to 2,000 of `background`. None for a network without single
+    cells as evidence, and for too few images.
+
+    Args:
+        network: left in evaluation mode; computes on its device.
+        samples: the training images.
+        background: out-of-distribution images; none, or at least five.
+        boxes: crop images to their boxes, as in training.
+    """
+    if network.config.head.evidence != "exact":
+        return None
+    network.eval()
+    config, device = network.config, next(network.parameters()).device
+    known = [samples[index] for index in choose_samples(samples, max_images(config.num_classes))]
+    others = [background[index] for index in choose_samples(background, MAX_IMAGES)]
+
+    def pool(pixels: ImageBatch) -> torch.Tensor:
+        inputs = torch.from_numpy(normalise(pixels, config.mean, config.std)).to(device)
+        with torch.inference_mode():
+            features: torch.Tensor = network.backbone(inputs)
+        return features.float().mean((2, 3)).cpu()
+
+    batches = photographs(
+        pool, known + others, config.input_size, boxes=boxes, progress=progress, note="keeping features of images"
+    )
+    # of inference mode, whose tensors a module cannot keep
+    features = torch.cat([images.outputs for images in batches]).clone()
+    labels = torch.tensor([sample.label for sample in known])
+    neighbours = Neighbours.fit(features[: len(known)], labels, features[len(known) :])
+    return None if neighbours is None else neighbours.to(device)
+
+
+def measure_baseline(
+    session: Session,
+    samples: list[Sample],
+    neighbours: Neighbours | None,
+    *,
+    boxes: bool = True,
+    progress: Progress = no_progress,
+) -> Baseline | None:
+    """Return the baseline of a model on up to 5,000 validation images; None unless single cells are its evidence.
+
+    The model's OOD score is computed with `neighbours`.
+    """
+    metadata = session.metadata
+    if metadata.evidence != "exact":
+        return None
+    chosen = choose_samples(samples, _MAX_VALIDATION)
+    batches = photographs(
+        session.run, samples, metadata.input_size, chosen=chosen, boxes=boxes, progress=progress,
+        note="measuring the baseline",
+    )  # fmt: skip
+    outputs = Outputs.concatenate([images.outputs for images in batches])
+    background = 0 if neighbours is None else neighbours.num_background
+    return baseline_of(outputs, metadata, background)
+
+
+def baseline_of(outputs: Outputs, metadata: Metadata, background: int) -> Baseline:
+    """Return the baseline of a model with `exact` evidence from its outputs for validation images."""
+    observed = observe_outputs(outputs, metadata)
+    return Baseline.measure(observed, "val", metadata.stride, metadata.class_map, background)
 
 
 def record_evaluation(result: ModelEvaluation, data: DataSet) -> str:
@@ -101,30 +194,22 @@ def record_measurements(path: Path, changes: dict[str, dict[str, Any]]) -> str:
         ArtifactError: the file is damaged or not one of ours.
         UsageError: it cannot be written.
     """
-    kind = model_kind(path)
-
-    def update(metadata: Metadata) -> Metadata:
-        kept: dict[str, Any] = {k: changes[k] for k in ("evaluation", "calibration", "baseline") if k in changes}
-        risk = {"split": "val", **changes["risk"]} if "risk" in changes else metadata.risk
-        return replace(metadata, risk=risk, **kept)
-
+    kind, changed, effect = model_kind(path), path, "later exports carry it"
+    kept: dict[str, Any] = {k: changes[k] for k in ("evaluation", "calibration", "baseline") if k in changes}
+    if "risk" in changes:
+        kept["risk"] = {"split": "val", **changes["risk"]}
     if kind == "onnx":
         metadata = onnx_file.read_metadata(path)
         onnx_file.check_digest(path, metadata)
-        digest = onnx_file.rewrite_metadata(path, update(metadata))
-        return (
-            f"recorded in {path}: its digest changed from {metadata.file_sha256[:16]}... to {digest[:16]}..., its "
-            f"sha256 is {compute_sha256(path)}; records made before name the old one, which `verify` needs; "
-            f"`opal-deploy export {path} --trt` updates its engines without building"
+        digest = onnx_file.rewrite_metadata(path, replace(metadata, **kept))
+        effect = (
+            f"its digest changed from {metadata.file_sha256[:16]}... to {digest[:16]}...; `verify` needs the old file "
+            f"for records made before; `opal-deploy export {path} --trt` updates its engines without building"
         )
-    if kind == "engine":
+    elif kind == "engine":
         sidecar = engine_file.read_sidecar(path)
-        engine_file.write_sidecar(path, replace(sidecar, metadata=update(sidecar.metadata)))
-        changed = engine_file.sidecar_path(path)
-        return f"recorded in {changed}: its sha256 is {compute_sha256(changed)}; the engine is unchanged"
-    before = compute_sha256(path)
-    checkpoint.record_measurements(path, changes)
-    return (
-        f"recorded in {path}: its sha256 changed from {before[:16]}... to {compute_sha256(path)[:16]}...; later "
-        "exports carry it"
-    )
+        engine_file.write_sidecar(path, replace(sidecar, metadata=replace(sidecar.metadata, **kept)))
+        changed, effect = engine_file.sidecar_path(path), "the engine is unchanged"
+    else:
+        checkpoint.record_measurements(path, changes)
+    return f"recorded in {changed}: its sha256 is {compute_sha256(changed)}; {effect}"

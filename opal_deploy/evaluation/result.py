@@ -1,4 +1,8 @@
-"""The result of `evaluate_model`, and its text: a few lines per model, and a table of several models."""
+"""The result of `evaluate_model`: its figures, its text, and the folder of `--out`.
+
+The folder holds evaluation.json and predictions.csv. Names are escaped as in `infer`'s records: a backslash
+doubled, a byte that is not UTF-8 as \\xff.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +11,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from opal_deploy.artifact.baseline import Baseline
+from opal_deploy.artifact.files import atomic_write
+from opal_deploy.artifact.heads import find_values
 from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.datasets.samples import pluralize
+from opal_deploy.artifact.outputs import compute_probabilities
+from opal_deploy.datasets.samples import Sample, display_path, pluralize
+from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.attack import Attack
 from opal_deploy.evaluation.calibration import CalibrationFigures
 from opal_deploy.evaluation.faithfulness import Faithfulness
 from opal_deploy.evaluation.interventions import Interventions
-from opal_deploy.evaluation.metrics import Agreement, Evaluation, count_by_class, format_columns, format_never_predicted
+from opal_deploy.evaluation.metrics import (
+    Evaluation,
+    TargetMargin,
+    count_by_class,
+    format_never_predicted,
+)
 from opal_deploy.evaluation.parts import CONSISTENCY, PURITY, STABILITY, PartFigures
 from opal_deploy.evaluation.pointing import PointingGame
 from opal_deploy.evaluation.randomise import Randomisation
 from opal_deploy.evaluation.session import EvaluationResult
 from opal_deploy.model.neighbours import Neighbours
-from opal_deploy.statistics import CONFIDENCE, Threshold
+from opal_deploy.records.lines import write_csv
+from opal_deploy.records.names import escape_name
+from opal_deploy.statistics import supported_rates
 
+EVALUATION, PREDICTIONS = "evaluation.json", "predictions.csv"
+_PART_TITLES = {CONSISTENCY: "prototype consistency", STABILITY: "prototype stability", PURITY: "part purity"}
 # attributes of a ModelEvaluation that its document leaves out where they were not measured
 _OPTIONAL = (
     "threshold", "calibration", "receptive_field", "pointing_game", "faithfulness", "attack", "randomisation",
@@ -49,7 +68,6 @@ class ModelEvaluation:
         interventions: whether the evidence names the parts that matter; None if not measured.
         baseline: of the answers to validation images, for `--record`; None if not measured.
         neighbours: of a checkpoint that had none, as measured for the baseline; None otherwise.
-        agreements: path and agreement of each model measured before this one; None if not compared.
         out: the folder of the written files, if any.
     """
 
@@ -59,7 +77,7 @@ class ModelEvaluation:
     boxes: bool
     metadata: Metadata
     evaluation: EvaluationResult
-    threshold: Threshold | None = None
+    threshold: TargetMargin | None = None
     calibration: CalibrationFigures | None = None
     receptive_field: ReceptiveField | None = None
     pointing_game: PointingGame | None = None
@@ -69,7 +87,6 @@ class ModelEvaluation:
     interventions: Interventions | None = None
     baseline: Baseline | None = None
     neighbours: Neighbours | None = None
-    agreements: Sequence[tuple[Path, Agreement]] | None = None
     out: Path | None = None
 
     @property
@@ -89,18 +106,14 @@ class ModelEvaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document of evaluation.json and `opal-deploy evaluate --json`."""
-        document: dict[str, Any] = {
+        figures = {name: getattr(self, name) for name in _OPTIONAL}
+        return {
             "model": str(self.path),
             "session": self.session,
             "boxes": self.boxes,
             **self.evaluation.to_dict(self.split),
+            **{name: measured.to_dict() for name, measured in figures.items() if measured is not None},
         }
-        for name in _OPTIONAL:
-            if (measured := getattr(self, name)) is not None:
-                document[name] = measured.to_dict()
-        if self.agreements is not None:
-            document["agreement"] = [{"with": str(path), **each.to_dict()} for path, each in self.agreements]
-        return document
 
     def __repr__(self) -> str:
         metrics = self.metrics
@@ -122,42 +135,13 @@ def format_metrics(result: ModelEvaluation) -> Iterator[str]:
     if metrics.spatial_prototype_collapse is not None:
         spread = _percent(metrics.spatial_prototype_collapse, metrics.spatial_prototype_collapse_std)
         yield f"spatial prototype collapse {spread} % (mean and standard deviation over images)"
-    if parts is None:
-        return
-    shares = parts.to_dict()
-    titles = {CONSISTENCY: "prototype consistency", STABILITY: "prototype stability", PURITY: "part purity"}
-    figures = [
-        f"{title} {_percent(shares[key], shares.get(f'{key}_std'))} %"
-        for key, title in titles.items()
-        if key not in parts.unavailable
-    ]
-    if figures:
-        yield ", ".join(figures)
-    reasons: dict[str, list[str]] = {}
-    for key, reason in parts.unavailable.items():
-        reasons.setdefault(reason, []).append(titles[key])
-    yield from (f"{', '.join(names)}: not measured, {reason}" for reason, names in reasons.items())
-
-
-def format_table(results: Sequence[ModelEvaluation]) -> Iterator[str]:
-    """Yield an empty line, a heading, and one line per model, metrics in percent except the cross-entropy."""
-    rows = [["model", "top-1", "top-5", "macro F1", "loss", "ECE", "collapse", "consistency", "stability", "purity"]]
-    for result in results:
-        metrics, calibrated = result.metrics, None if result.calibration is None else result.calibration.calibrated
-        shares = {} if result.parts is None else result.parts.to_dict()
-        rows.append(
-            [
-                str(result.path),
-                *(_percent(share, digits=2) for share in (metrics.accuracy, metrics.top5, metrics.macro_f1)),
-                f"{metrics.loss:.4f}",
-                _percent(None if calibrated is None else calibrated.ece),
-                _percent(metrics.spatial_prototype_collapse, metrics.spatial_prototype_collapse_std),
-                *(_percent(shares.get(key), shares.get(f"{key}_std")) for key in (CONSISTENCY, STABILITY, PURITY)),
-            ]
-        )
-    columns = [column for column in zip(*rows, strict=True) if any(cell != "-" for cell in column[1:])]
-    yield ""
-    yield from format_columns([list(row) for row in zip(*columns, strict=True)])
+    if parts is not None:
+        shares = parts.to_dict()
+        for key, title in _PART_TITLES.items():
+            if (share := shares[key]) is None:
+                yield f"{title}: not measured, {parts.unavailable[key]}"
+            else:
+                yield f"{title} {_percent(share, shares.get(f'{key}_std'))} %"
 
 
 def format_curve(summary: Mapping[str, Any]) -> str:
@@ -169,26 +153,75 @@ def format_curve(summary: Mapping[str, Any]) -> str:
     )
 
 
-def format_threshold(threshold: Threshold, smallest: float | None = None) -> str:
-    """Return the threshold chosen for an error rate as a line, or the reason why there is none.
-
-    `smallest`: the smallest error rate that these images support; None if none.
-    """
-    target = f"an error rate of at most {100 * threshold.target:g} %"
-    if threshold.min_margin is None:
-        works = (
-            "no rate works" if smallest is None else f"--target-error {100 * smallest:g}% is the smallest that works"
-        )
-        return f"no --min-margin is known to give {target}: {threshold.reason}; {works}"
+def format_threshold(chosen: TargetMargin, summary: Mapping[str, Any]) -> str:
+    """Return the margin that was chosen for an error rate as a line; without one, the rates that have one."""
+    target = f"an error rate of at most {100 * chosen.target_error:g} %"
+    if chosen.min_margin is None or chosen.coverage is None or chosen.upper_bound is None:
+        rates = ", ".join(f"{100 * rate:g}%" for rate in supported_rates(summary))
+        return f"no --min-margin is known to give {target} on {chosen.images:,} images; they support {rates or 'none'}"
     return (
-        f"--min-margin {threshold.min_margin!r} for {target}: answers {threshold.coverage:.1%} of "
-        f"{threshold.images:,} images, {threshold.wrong} of {threshold.answered:,} wrong; with {CONFIDENCE:.0%} "
-        f"confidence at most {100 * threshold.bound:.2f} % wrong on similar images (one-sided Clopper-Pearson bound)"
+        f"--min-margin {chosen.min_margin!r} for {target}: answers {chosen.coverage:.1%} of {chosen.images:,} images, "
+        f"{chosen.wrong} of {chosen.answered:,} wrong; with {chosen.confidence:.0%} confidence at most "
+        f"{100 * chosen.upper_bound:.2f} % wrong on similar images (one-sided Clopper-Pearson bound)"
     )
 
 
-def _percent(share: float | None, spread: float | None = None, *, digits: int = 1) -> str:
-    """Return a share in percent with its standard deviation; a dash for None."""
-    if share is None:
-        return "-"
-    return f"{100 * share:.{digits}f}" if spread is None else f"{100 * share:.{digits}f}±{100 * spread:.{digits}f}"
+def _percent(share: float, spread: float | None = None) -> str:
+    """Return a share in percent with its standard deviation."""
+    return f"{100 * share:.1f}" if spread is None else f"{100 * share:.1f}±{100 * spread:.1f}"
+
+
+def check_folder(folder: Path, data: Path, *, overwrite: bool) -> None:
+    """Check that `folder` may be created.
+
+    Raises:
+        UsageError: it lies in `data`, where it would be read as a class, or holds an evaluation and `overwrite` is off.
+    """
+    if folder.resolve().is_relative_to(data.resolve()):
+        raise UsageError(f"{folder}: it lies in {data} and would become part of the data set; give another --out")
+    if (folder / EVALUATION).exists() and not overwrite:
+        raise UsageError(f"{folder}: it already holds an evaluation; give another --out, or --overwrite")
+
+
+def create_folder(folder: Path) -> None:
+    """Create `folder`; raise UsageError if that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be created ({error.strerror or error}); give another --out") from None
+
+
+def write_predictions(
+    path: Path, result: EvaluationResult, metadata: Metadata, samples: list[Sample], root: Path
+) -> None:
+    """Write predictions.csv: one line per image.
+
+    `rank` is 1 where the label has the largest logit; cosine and margin are empty for models without prototypes,
+    calibrated_probability (of the prediction) for models without a temperature.
+
+    Args:
+        result, samples: of the same N images, in the same order.
+        root: what the paths of images are relative to.
+    """
+    outputs, labels, names = result.outputs, result.labels, [escape_name(name) for name in metadata.class_names]
+    ranked = np.argsort(-outputs.logits, axis=1, kind="stable")  # [N, C]
+    first, empty = ranked[:, 0], [""] * len(samples)
+    columns: dict[str, Sequence[Any]] = {
+        "image": [escape_name(display_path(sample.path, root)) for sample in samples],
+        "label": [names[label] for label in labels],
+        "predicted": [names[label] for label in first],
+        "correct": (first == labels).astype(int).tolist(),
+        "rank": (1 + (ranked == labels[:, None]).argmax(axis=1)).tolist(),
+        "logit": outputs.logits.max(axis=1).tolist(),
+        "cosine": empty,
+        "margin": empty if result.margins is None else result.margins.tolist(),
+        "calibrated_probability": empty,
+    }
+    if outputs.scores is not None:
+        class_map, values = metadata.class_map, find_values(outputs.scores, metadata)
+        columns["cosine"] = class_map.totals(class_map.take(values, ranked[:, :1]), ranked[:, :1])[:, 0].tolist()
+    if (temperature := metadata.temperature) is not None:
+        probabilities = compute_probabilities(outputs.logits, ranked[:, :1], temperature)
+        columns["calibrated_probability"] = probabilities[:, 0].tolist()
+    with atomic_write(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
+        write_csv(stream, list(columns), zip(*columns.values(), strict=True))

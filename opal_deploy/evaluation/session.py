@@ -18,7 +18,7 @@ from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.annotations import Annotations, ImageAnnotation
-from opal_deploy.evaluation.metrics import Evaluation, collapse_per_image, compute_metrics, margins
+from opal_deploy.evaluation.metrics import Evaluation, collapse_of_cells, compute_metrics, margins
 from opal_deploy.evaluation.parts import PartFigures, PartProtocol
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.predict.executor import prefetch
@@ -95,14 +95,13 @@ def prepared_batches(
     with ThreadPoolExecutor(_WORKERS, "decode") as pool:
         ready = prefetch((pool.submit(prepared, sample) for sample in samples), 2 * batch)
         while group := list(itertools.islice(ready, batch)):
-            images = [_check_usable(entry) for entry in group]
-            yield np.stack([pixels for pixels, _ in images]), [geometry for _, geometry in images]
-
-
-def _check_usable(entry: Prepared) -> tuple[Pixels, Geometry]:
-    if entry.pixels is None or entry.geometry is None:
-        raise UsageError(f"{entry.input.name}: {entry.error or 'unusable'}; remove it from the data set")
-    return entry.pixels, entry.geometry
+            pixels, geometries = [], []
+            for entry in group:
+                if entry.pixels is None or entry.geometry is None:
+                    raise UsageError(f"{entry.input.name}: {entry.error or 'unusable'}; remove it from the data set")
+                pixels.append(entry.pixels)
+                geometries.append(entry.geometry)
+            yield np.stack(pixels), geometries
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ def evaluate_session(
     """
     metadata = session.metadata
     labels = np.array([sample.label for sample in samples], dtype=np.int64)
-    protocol = None if parts is None else PartProtocol.of(session, parts, labels, cropped=boxes, seed=seed)
+    protocol = None if parts is None else PartProtocol(session, parts, labels, cropped=boxes, seed=seed)
     run = session.run if protocol is None else protocol.run
     collected: list[Outputs] = []
     geometries: list[Geometry] = []
@@ -163,7 +162,7 @@ def evaluate_session(
     outputs = Outputs.concatenate(collected)
     collapse, top2_margins = None, None
     if outputs.argmax is not None and outputs.scores is not None:
-        collapse = collapse_per_image(outputs.argmax, labels, metadata.class_map)
+        collapse = collapse_of_cells(metadata.class_map.take(outputs.argmax, labels), labels, metadata.class_map)
         top2_margins = margins(outputs.logits, find_values(outputs.scores, metadata), metadata.class_map)
     evaluation = compute_metrics(outputs.logits, labels, collapse, top2_margins)
     figures = None if protocol is None else protocol.summarize(hits, outputs, geometries)

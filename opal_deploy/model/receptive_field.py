@@ -2,7 +2,7 @@
 
 The arithmetic follows Araujo, Norris and Sim, "Computing receptive fields of convolutional neural networks" (Distill
 2019). It follows the operations of one forward pass on the device `meta`, whatever modules they are in.
-`evaluation.receptive_field` measures what a trained network really depends on.
+`evaluation.cells` measures what a trained network really depends on.
 """
 
 from __future__ import annotations

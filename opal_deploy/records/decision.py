@@ -66,24 +66,29 @@ def _check_margin(flag: str, path: Path, metadata: Metadata) -> None:
 
 def _choose_margin(flag: str, path: Path, metadata: Metadata, rate: float) -> Chosen:
     """Return the margin that keeps an error rate on the validation images (`statistics.choose_threshold`)."""
-    from opal_deploy.statistics import CONFIDENCE, choose_threshold, smallest_target
+    from opal_deploy.statistics import CONFIDENCE, RATES, choose_threshold, supported_rates
 
     option = f"{flag} {100 * rate:g}%"
-    if not metadata.risk:
+    risk = metadata.risk
+    if not risk:
         raise UsageError(
             f"{option}: {path} has no validation images to choose a margin by; choose one with "
             f"`opal-deploy evaluate DATA --model {path} --target-error {100 * rate:g}%`, and give that"
         )
-    chosen = choose_threshold(metadata.risk, rate)
-    if chosen.min_margin is None:
-        smallest = smallest_target(metadata.risk)
-        advice = "give a margin" if smallest is None else f"the smallest rate that works is {100 * smallest:g}%"
-        raise UsageError(f"{option}: {chosen.reason} ({chosen.images} validation images); {advice}")
+    supported = supported_rates(risk)
+    point = choose_threshold(risk, rate) if rate in supported else None
+    if point is None:
+        rates = ", ".join(f"{100 * other:g}%" for other in supported)
+        expected = f"expected {rates}, or a margin" if rates else "they support no rate; give a margin"
+        raise UsageError(
+            f"{option}: not an error rate of {', '.join(f'{100 * other:g}%' for other in RATES)} that "
+            f"{risk['images']} validation images support; {expected}"
+        )
     return Chosen(
-        chosen.min_margin,
-        f"Abstaining below margin {chosen.min_margin:.4g}: on {chosen.images} validation images it answers "
-        f"{chosen.coverage:.1%}, {chosen.wrong} of {chosen.answered} wrong; error rate at most {chosen.bound:.2%} with "
-        f"{CONFIDENCE:.0%} confidence",
+        point.min_margin,
+        f"Abstaining below margin {point.min_margin:.4g}: on {risk['images']} validation images it answers "
+        f"{point.answered / risk['images']:.1%}, {point.wrong} of {point.answered} wrong; error rate at most "
+        f"{point.bound:.2%} with {CONFIDENCE:.0%} confidence",
     )
 
 
@@ -137,14 +142,12 @@ def describe_supported_rates(risk: Mapping[str, Any], baseline: Baseline | None)
         risk: `Metadata.risk`, or an empty document.
         baseline: of the answers; None without one.
     """
-    from opal_deploy.statistics import smallest_target
+    from opal_deploy.statistics import supported_rates
 
     if risk:
-        smallest = smallest_target(risk)
-        rates = "no error rate" if smallest is None else f"error rates from {100 * smallest:g}%"
-        wrong = round(risk["images"] * risk["error"])
-        figures = f"{wrong} of {risk['images']:,} validation images are wrong"
-        yield f"--min-margin takes {rates}: {figures}, and more images allow lower rates"
+        rates = ", ".join(f"{100 * rate:g}%" for rate in supported_rates(risk))
+        wrong = f"{round(risk['images'] * risk['error'])} of {risk['images']:,} validation images are wrong"
+        yield f"--min-margin takes {rates or 'no error rate'}: {wrong}, and more images allow lower rates"
     if baseline is not None and baseline.ood_score:
         rate = max(_USUAL_RATE, baseline.smallest_rate)
         yield (

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opal_deploy.datasets.samples import DataSet
-from opal_deploy.evaluation.attack import outside_boxes
+from opal_deploy.evaluation.attack import LEVELS, outside_boxes
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.head import OpalHead
@@ -35,7 +35,7 @@ from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train.options import TrainOptions
 
 # the attack that `evaluate` measures, in one step
-_LEVELS, _MARGIN = EvaluateOptions.attack_levels, EvaluateOptions.attack_margin
+_MARGIN = EvaluateOptions.attack_margin
 # weight of the drop relative to the changed image's cross-entropy
 DROP = 4.0
 
@@ -219,7 +219,7 @@ def change_outside(
     """
     mean, std = (torch.tensor(values).reshape(1, 3, 1, 1) for values in (config.mean, config.std))
     limit, darkest, brightest = (
-        bound.to(images.device) for bound in (_LEVELS / 255 / std, -mean / std, (1 - mean) / std)
+        bound.to(images.device) for bound in (LEVELS / 255 / std, -mean / std, (1 - mean) / std)
     )
     free = outside_boxes(cells, listed, config.input_size, grid, _MARGIN)
     # half of what is allowed at random, so that the step has room

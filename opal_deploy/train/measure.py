@@ -15,8 +15,8 @@ from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.measurements import Calibration, ReceptiveField
 from opal_deploy.artifact.opal_head import embedding
 from opal_deploy.datasets.samples import DataSet, Sample
-from opal_deploy.evaluation.baseline import fit_neighbours, measure_baseline
 from opal_deploy.evaluation.calibration import calibrate
+from opal_deploy.evaluation.cells import measure_receptive_field
 from opal_deploy.evaluation.metrics import (
     ClassCounts,
     Evaluation,
@@ -25,7 +25,7 @@ from opal_deploy.evaluation.metrics import (
     count_by_class,
     margins,
 )
-from opal_deploy.evaluation.receptive_field import measure_receptive_field
+from opal_deploy.evaluation.record import fit_neighbours, measure_baseline
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.neighbours import Neighbours

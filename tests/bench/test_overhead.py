@@ -151,8 +151,8 @@ def test_all_nine_with_the_percentages_of_the_text():
     check_paper(table, paper, lines.append)
     assert lines[0].startswith("202 of 207 figures of the paper agree")
     assert [line.split(":")[0] for line in lines[1:]] == ["known discrepancy of the paper"] * 5
-    row = next(line for line in format_tables(table, paper, markdown=True).splitlines() if "ResNet-50 " in line)
-    assert "| CUB (200) | 23.51M | 4.13 | 8.17 | 409.8k | 0.0006 |" in " ".join(row.split())
+    row = next(line for line in format_tables(table, paper).splitlines() if "ResNet-50 " in line)
+    assert "CUB (200) 23.51M 4.13 8.17 409.8k 0.0006" in " ".join(row.split())
     # in the convention that counts nothing but products, the linear head is smaller still
     shares = summarise(table)
     assert shares["linear", "flops"][1] < shares["linear", "paper"][1]
@@ -162,9 +162,7 @@ def test_all_nine_with_the_percentages_of_the_text():
     ("cell", "text", "line"),
     [
         ("resnet50.params", "23.6M", "DIFFERS"),
-        ("resnet50.gflops", "4.14", "DIFFERS"),
         ("resnet50.opal_gflops.cub", "0.1006", "DIFFERS"),
-        ("resnet50.linear_params.pets", "75.80k", "DIFFERS"),
         ("efficientnet_v2_s.gflops", "2.89", "NO LONGER A DISCREPANCY"),
     ],
 )

@@ -12,7 +12,7 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.bench.measurement import Target
 from opal_deploy.bench.models import TimedModel
 from opal_deploy.bench.options import PipelineOptions
-from opal_deploy.bench.pipeline import ReplaySession, decode_images, measure_pipeline
+from opal_deploy.bench.pipeline import decode_images, measure_pipeline
 from opal_deploy.errors import UsageError
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.sources.image import InputImage
@@ -113,30 +113,12 @@ def test_a_model_without_anchors_has_no_overlays_to_measure(linear_model, items)
     assert "infer_explain" not in measure(OnnxSession(linear_model, threads=1), items).figures
 
 
-def test_replayed_outputs_are_the_networks_in_order(exact_session):
-    images = np.random.default_rng(0).integers(0, 255, (3, 96, 96, 3), np.uint8)
-    replay = ReplaySession(exact_session, [images[:2], images[2:]])
-    replayed = Outputs.concatenate([replay.run(images[:2]), replay.run(images[:2])])
-    expected = Outputs.concatenate([exact_session.run(images[:2]), exact_session.run(images[2:])])
-    for name in ("logits", "argmax"):
-        assert getattr(replayed, name).tolist() == getattr(expected, name)[[0, 1, 2, 0]].tolist()
-
-
-def test_the_network_can_be_left_out(items):
-    session = SleepingSession()
-    row = measure(session, items, network=False)
-    assert not {"bare", "infer_share"} & row.figures.keys()
-    # asked once for answers to repeat, never while the pipeline runs
-    assert session.calls == 6
-    assert "no network: outputs precomputed by sleeping" in row.details["notes"][0]
-
-
 @pytest.fixture
 def bench(opal, exact_model, items):
-    def run(*arguments, model=exact_model):
+    def run(*arguments):
         folder = items[0].source.parent
         options = ["--repeats", "2", "--threads", "1", "--json", *arguments]
-        return opal("bench", "pipeline", folder, "--model", model, *options)
+        return opal("bench", "pipeline", folder, "--model", exact_model, *options)
 
     return run
 
@@ -148,7 +130,7 @@ def test_the_command_reports_to_people_and_machines(bench, exact_model, tmp_path
     figures, target = measurement["figures"], measurement["target"]
     assert json.loads(out.read_text()) == measurement
     assert measurement["case"] == {
-        "images": 12, "batch": 4, "workers": 1, "threads": 1, "network": True, "decode": "default", "isolate": True,
+        "images": 12, "batch": 4, "workers": 1, "threads": 1, "decode": "default", "isolate": True,
     }  # fmt: skip
     assert (target["name"], target["runtime"], target["head"]) == (exact_model.name, "onnxruntime", "opal")
     stages = {name.split(".")[1] for name in figures if name.endswith(".wall")}
@@ -156,16 +138,6 @@ def test_the_command_reports_to_people_and_machines(bench, exact_model, tmp_path
     assert stages == {"read", "decode", "resize", "compute", "evidence", "draw", "write"}
     assert "\n infer " in done.stderr
     assert all(note in done.stderr for note in measurement["details"]["notes"])
-
-
-def test_a_checkpoint_is_measured_without_the_network(bench, exact_model):
-    done = check(bench("--batch", "4", "--workers", "1", "--no-network", model=exact_model.with_suffix(".pt")))
-    measurement = json.loads(done.stdout)
-    # a checkpoint runs as `infer` runs it
-    assert (measurement["target"]["runtime"], measurement["target"]["device"]) == ("torch eager", "cpu")
-    assert (measurement["case"]["network"], measurement["target"]["layout"]) == (False, "uint8 NHWC")
-    assert "bare" not in measurement["figures"]
-    assert {"infer", "infer_explain"} <= measurement["figures"].keys()
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,8 @@ from opal_deploy.datasets import cub
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.evaluation.attack import measure_attack
-from opal_deploy.evaluation.cells import GradCam, evidence_cells, fill_image, replace_cells
+from opal_deploy.evaluation.cells import GradCam, blur_image, evidence_cells, measure_receptive_field, replace_cells
 from opal_deploy.evaluation.options import EvaluateOptions
-from opal_deploy.evaluation.receptive_field import measure_receptive_field
 from opal_deploy.evaluation.session import choose_samples, evaluate_session, prepared_batches
 from opal_deploy.model import checkpoint
 from opal_deploy.model.checkpoint import Checkpoint
@@ -59,7 +58,7 @@ def measure_removal(loaded: Checkpoint, session: TorchSession, samples: Sequence
         predicted = outputs.logits.argmax(axis=1)
         heat = None if heat_map is None else heat_map(pixels, predicted)
         for row, class_id in enumerate(predicted.tolist()):
-            blurred = fill_image(pixels[row], "blur", metadata.grid, seed=0, index=0)
+            blurred = blur_image(pixels[row], metadata.grid)
             ranked = evidence_cells(class_id, outputs, row, metadata) if heat is None else np.argsort(-heat[row])
             removed = [frozenset(map(int, each)) for each in (ranked[:count], rng.permutation(cells)[:count])]
             images = np.stack([replace_cells(pixels[row], blurred, each, metadata.grid) for each in removed])

@@ -6,7 +6,6 @@ from torch import nn
 
 from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.evaluation.attack import BOXES, FIELD, NOISE, PGD, Attacker
-from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.model.backbones import Backbone
 from opal_deploy.model.checkpoint import Checkpoint, build_metadata
 from opal_deploy.model.config import HeadConfig, NetworkConfig
@@ -38,8 +37,7 @@ def attack(pooled, **head):
         with torch.no_grad():
             network.head.projection.weight *= 8
     field = ReceptiveField(STRIDE, size=STRIDE, offset=4.0, effective=STRIDE, effective_offset=4.0)
-    options = EvaluateOptions(attack_outside=True, attack_levels=12, attack_margin=0, attack_steps=10)
-    attacker = Attacker(network, build_metadata(Checkpoint(network, ("a", "b", "c"))), options, field)
+    attacker = Attacker(network, build_metadata(Checkpoint(network, ("a", "b", "c"))), 0, field)
     return attacker.measure(np.stack(example_images(6, SIDE, SIDE)), [(0, number) for number in range(6)])
 
 

@@ -1,4 +1,4 @@
-"""Sampled images, rankings of cells, fills, the foreground and Grad-CAM, each by hand."""
+"""Sampled images, rankings of cells, the blur, the foreground, Grad-CAM and the effective field, each by hand."""
 
 from collections import Counter
 from dataclasses import replace
@@ -7,16 +7,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
-from opal_deploy.evaluation.cells import GradCam, build_rankings, evidence_cells, fill_image, replace_cells
-from opal_deploy.evaluation.options import FILLS
+from opal_deploy.evaluation.cells import (
+    GradCam,
+    blur_image,
+    build_rankings,
+    evidence_cells,
+    measure_effective_field,
+    replace_cells,
+)
 from opal_deploy.evaluation.session import choose_samples
+from opal_deploy.model.backbones import Backbone
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
+from opal_deploy.model.receptive_field import compute_receptive_field
 from opal_deploy.preprocess.resize import normalise
+from opal_deploy.synthetic import example_images
 
 METADATA = Metadata(
     ("shown", "rival", "other"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", (4, 4), (32, 32)
@@ -64,13 +74,7 @@ def test_rankings_of_the_controls():
     rankings = build_rankings(OUTPUTS, 0, METADATA, EVERYWHERE, seed=0, index=0, heat_map=heat_map)
 
     assert rankings["contribution"] == (10, 5)
-    assert rankings["reverse"] == (5, 10)
-    assert rankings["runner-up"] == (5, 2)
     assert rankings["grad-cam"] == (6, 10)
-    # one cell of its own, then a random one that is no evidence
-    first, second = rankings["another class"]
-    assert first == 3
-    assert second not in (3, 5, 10)
     assert len(rankings["random"]) == 2
     assert not {5, 10} & {*rankings["random"]}
 
@@ -90,14 +94,6 @@ def test_random_cells_are_foreground_and_reach_every_cell_that_is_no_evidence():
     assert max(drawn.values()) < 3 * min(drawn.values())
 
 
-def test_one_cell_has_no_reverse_and_two_classes_no_third():
-    metadata = replace(METADATA, class_names=("a", "b"))
-    outputs = _outputs([4, 4, 1, 2], [0.9, 0.9, 0.1, 0.1], [-0.1, -0.2])
-    rankings = build_rankings(outputs, 0, metadata, EVERYWHERE, seed=0, index=0)
-    assert set(rankings) == {"contribution", "random", "runner-up"}
-    assert rankings["runner-up"] in {(1,), (2,)}
-
-
 IMAGE = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
 
 
@@ -112,21 +108,12 @@ def test_only_the_rectangles_of_the_cells_are_replaced():
     assert (changed == IMAGE).all()
 
 
-@pytest.mark.parametrize("name", FILLS)
-def test_a_fill_keeps_the_mean_colour_and_is_reproducible(name):
+def test_a_blur_keeps_the_mean_colour():
     smooth = (IMAGE // 4 + np.array([90, 40, 120], np.uint8)).astype(np.uint8)
-    first, again = (fill_image(smooth, name, (4, 4), seed=3, index=5) for _ in range(2))
-
-    assert first.dtype == np.uint8
-    assert (first == again).all()
-    assert first.mean(axis=(0, 1)) == pytest.approx(smooth.mean(axis=(0, 1)), abs=2.5)
-    if name == "mean":
-        assert (first == first[0, 0]).all()
-    if name == "noise":
-        assert first.std(axis=(0, 1)) == pytest.approx(smooth.std(axis=(0, 1)), rel=0.1)
-        assert (first != fill_image(smooth, name, (4, 4), seed=4, index=5)).any()
-    if name == "blur":
-        assert (first.std(axis=(0, 1)) < 0.5 * smooth.std(axis=(0, 1))).all()
+    blurred = blur_image(smooth, (4, 4))
+    assert blurred.dtype == np.uint8
+    assert blurred.mean(axis=(0, 1)) == pytest.approx(smooth.mean(axis=(0, 1)), abs=2.5)
+    assert (blurred.std(axis=(0, 1)) < 0.5 * smooth.std(axis=(0, 1))).all()
 
 
 def test_grad_cam_is_the_gradients_mean_times_the_features():
@@ -150,3 +137,39 @@ def test_grad_cam_is_the_gradients_mean_times_the_features():
         )
         expected = (jacobian.mean(dim=(2, 3), keepdim=True) * features[row : row + 1]).sum(1).flatten()
         assert heat_map[row] == pytest.approx(expected.numpy(), rel=1e-3, abs=1e-6)
+
+
+STRIDE = 8
+
+
+class _Patches(nn.Module):
+    """Features of a cell are a weighted sum of the pixels in its box alone."""
+
+    def __init__(self, used):
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, STRIDE, STRIDE)
+        weight = torch.zeros_like(self.convolution.weight)
+        weight[:, :, *used] = torch.tensor([0.5, -1.0, 1.5, 1.0])[:, None, None, None]
+        self.convolution.weight = nn.Parameter(weight)
+
+    def forward(self, images):
+        return {"features": self.convolution(images)}
+
+
+@pytest.mark.parametrize(
+    ("used", "side", "offset"),
+    [
+        ((slice(0, 8), slice(0, 8)), 8, 4.0),  # 36 of 64 pixels lie in a square of 6
+        ((slice(3, 5), slice(3, 5)), 2, 4.0),
+        ((slice(0, 1), slice(0, 1)), 1, 0.5),  # one corner of the box: the square lies there
+    ],
+)
+def test_the_side_and_the_centre_are_those_of_the_weights(used, side, offset):
+    torch.manual_seed(0)
+    network = OpalNetwork(NetworkConfig("resnet18", 3, (32, 32), stride=8))
+    network.backbone = Backbone("patches", _Patches(used), 4, STRIDE)
+    network.head.projection = nn.Conv2d(4, network.head.num_prototypes, 1)
+    field = compute_receptive_field(network.backbone, (32, 32))
+    assert (field.size, field.offset) == (8, 4.0)
+    measured = measure_effective_field(network, np.stack(example_images(10, 32, 32)), field)
+    assert (measured.effective, measured.effective_offset, measured.images) == (side, pytest.approx(offset), 10)

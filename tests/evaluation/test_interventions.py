@@ -9,13 +9,13 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.cells import GradCam
 from opal_deploy.evaluation.interventions import (
-    _SUBSETS,
     EVIDENCE,
     GRAD_CAM,
     PARTS,
-    compare_parts,
     format_interventions,
     measure_interventions,
+    name_parts,
+    rank_correlation,
 )
 from opal_deploy.model.checkpoint import build_metadata
 from opal_deploy.model.config import PLAIN_CLASSIFIER
@@ -23,36 +23,21 @@ from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.synthetic.creatures import list_species
 from tests.builders import SMALL_BACKBONE, build_checkpoint
 
-
-def subsets(worth, needed):
-    """Return the logits of all subsets of parts, and whether each keeps the answer."""
-    logits = np.array([sum(worth[part] for part in left) for left in _SUBSETS], np.float32)
-    return logits, np.array([needed <= left for left in _SUBSETS])
+WORTH = np.array([4.0, 3.0, 2.0, 1.0, 0.0])
 
 
-def test_evidence_that_names_what_is_needed_has_every_measure():
-    worth, needed = (4.0, 3.0, 2.0, 0.1, 0.0), {0, 1}
-    assert compare_parts(np.array([0.6, 0.4, 0.05, 0.01, 0.0]), *subsets(worth, needed)) == (
-        pytest.approx(1.0),
-        1,
-        1,
-        1,
-    )
-
-
-def test_evidence_on_the_other_parts_has_none():
-    # two of the parts have no evidence and share a rank
-    worth, needed = (4.0, 3.0, 2.0, 1.0, 0.0), {0, 1}
-    assert compare_parts(np.array([0.0, 0.0, 0.1, 0.2, 0.7]), *subsets(worth, needed)) == (
-        pytest.approx(-0.97, abs=0.01),
-        0,
-        0,
-        0,
-    )
-
-
-def test_no_evidence_at_all_is_not_correlated():
-    assert compare_parts(np.zeros(5), *subsets((4, 3, 2, 1, 0), {0, 1})) == (0.0, 0, 0, 0)
+@pytest.mark.parametrize(
+    ("importance", "correlation", "named"),
+    [
+        ([0.6, 0.4, 0.05, 0.01, 0.0], 1.0, {0, 1}),
+        # two of the parts have no evidence and share a rank
+        ([0.0, 0.0, 0.1, 0.2, 0.7], -0.97, {2, 3, 4}),
+        ([0.0] * 5, 0.0, set()),
+    ],
+)
+def test_evidence_is_correlated_with_what_parts_are_worth_and_names_some(importance, correlation, named):
+    assert rank_correlation(np.array(importance), WORTH) == pytest.approx(correlation, abs=0.01)
+    assert name_parts(np.array(importance)) == named
 
 
 class Oracle:
@@ -74,7 +59,7 @@ class Oracle:
 
 @pytest.mark.parametrize(("by_background", "low", "high"), [(False, 1, 1), (True, 0, 0.6)])
 def test_a_label_that_is_the_background_fails(by_background, low, high):
-    measured = measure_interventions(Oracle(by_background), (96, 96), 24)
+    measured = measure_interventions(Oracle(by_background), (96, 96), 12)
     assert low <= measured.same_answer.mean <= high
     assert [row.method for row in measured.explained] == [EVIDENCE]
     # nothing that is taken away changes the answer

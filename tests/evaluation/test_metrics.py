@@ -1,4 +1,4 @@
-"""Metrics by hand, margins beside those of the records, and the agreement of two models."""
+"""Metrics by hand, margins beside those of the records."""
 
 from dataclasses import replace
 
@@ -13,12 +13,11 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.evaluation.metrics import (
     ClassCounts,
     Evaluation,
-    collapse_per_image,
+    collapse_of_cells,
     compute_metrics,
     count_by_class,
     format_classes,
     margins,
-    measure_agreement,
 )
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.build import ImageInfo, build_records
@@ -41,7 +40,8 @@ METADATA = Metadata(("a", "b"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact",
     ids=["five cells", "one cell", "two cells", "three, apart", "class 0", "class 1", "mean", "one prototype"],
 )
 def test_collapse_counts_different_cells_of_the_true_class(cells, labels, m, expected):
-    collapse = collapse_per_image(np.array(cells, np.int32), np.array(labels), ClassMap.blocks(max(labels) + 1, m))
+    slots, labels = ClassMap.blocks(max(labels) + 1, m), np.array(labels)
+    collapse = collapse_of_cells(slots.take(np.array(cells, np.int32), labels), labels, slots)
     assert collapse.mean() == pytest.approx(expected)
 
 
@@ -75,9 +75,8 @@ def test_macro_f1_weighs_classes_alike_and_metrics_that_were_not_measured_are_le
 
 
 def test_collapse_has_a_standard_deviation_and_top_5_needs_more_than_five_classes():
-    argmax = np.array([[1, 1, 4, 5], [1, 1, 4, 5]], np.int32)
     labels = np.array([0, 1])
-    collapse = collapse_per_image(argmax, labels, ClassMap.blocks(2, 2))
+    collapse = collapse_of_cells(np.array([[1, 1], [4, 5]], np.int32), labels, ClassMap.blocks(2, 2))
     metrics = compute_metrics(PREDICTIONS[:2, :2], labels, collapse)
     assert (metrics.spatial_prototype_collapse, metrics.spatial_prototype_collapse_std) == (0.5, 0.5)
     labels = np.zeros(3, np.int64)
@@ -96,35 +95,6 @@ def test_margins_are_those_of_the_records():
 
     expected = [record.margin for record in records]
     assert margins(logits, embedding(scores, 1e-8), metadata.class_map).tolist() == expected
-
-
-LOGITS = np.array([[-0.1, -0.5], [-0.6, -0.2]], np.float32)
-ARGMAX = np.array([[1, 2, 3, 4], [5, 6, 7, 8]], np.int32)
-SCORES = np.array([[0.6, 0.6, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]], np.float32)
-# one cell of class 0's block differs; the second image's block is that of class 1
-MOVED = Outputs(
-    np.array([[-0.1, -0.5], [-0.1, -0.2]], np.float32),
-    np.array([[1, 9, 9, 9], [9, 9, 7, 8]], np.int32),
-    np.array([[0.6, 0.0, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]], np.float32),
-)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "metadata", "same_class", "same_cells", "difference"),
-    [
-        (Outputs(LOGITS, ARGMAX, SCORES), METADATA, 1.0, 1.0, 0.0),
-        (MOVED, METADATA, 0.5, 0.75, 1 - 0.5**0.5),
-        (Outputs(LOGITS, ARGMAX[:, :2], SCORES[:, :2]), replace(METADATA, prototypes_per_class=1), 1.0, None, None),
-        (Outputs(LOGITS, ARGMAX, SCORES), replace(METADATA, grid=(3, 3)), 1.0, None, 0.0),
-        (Outputs(LOGITS), METADATA, 1.0, None, None),
-    ],
-    ids=["itself", "differences", "another m", "another grid", "no slots"],
-)
-def test_agreement_of_two_models(outputs, metadata, same_class, same_cells, difference):
-    agreement = measure_agreement((Outputs(LOGITS, ARGMAX, SCORES), METADATA), (outputs, metadata))
-    assert (agreement.images, agreement.same_class, agreement.same_cells) == (2, same_class, same_cells)
-    if metadata.prototypes_per_class == METADATA.prototypes_per_class:
-        assert agreement.largest_cosine_difference == pytest.approx(difference, abs=1e-6)
 
 
 def test_classes_that_are_never_predicted_come_first():

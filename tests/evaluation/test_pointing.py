@@ -102,7 +102,6 @@ def test_images_are_the_unit_and_only_right_predictions_with_annotations_count()
     assert beak.slots == {0: 1.0, 1: 0.0}
     assert (tail.part, tail.images) == ("tail", pytest.approx(2 / 3))
     assert tail.slots == {0: 0.0, 1: pytest.approx(2 / 3)}
-    assert pointing.slot_table(game)[1] == [["a", 0, 1.0, 0.0], ["a", 1, 0.0, tail.slots[1]]]
     document = json.loads(json.dumps(game.to_dict()))
     assert (document["object"]["random"], document["images_without_annotation"]) == (0.25, 1)
     text = list(pointing.format_game(game))

@@ -7,8 +7,9 @@ import pytest
 
 from opal_deploy.artifact.onnx_file import read_metadata
 from opal_deploy.errors import UsageError
+from opal_deploy.evaluation.metrics import summarize_risk
 from opal_deploy.records.decision import THRESHOLDS, Decision, describe_supported_rates
-from opal_deploy.statistics import choose_threshold, compute_risk_curve
+from opal_deploy.statistics import choose_threshold
 
 
 def choose_margin(value, path, metadata):
@@ -29,7 +30,7 @@ def test_a_margin_is_taken_as_it_is_and_other_text_refused(exact_model):
 def test_a_rate_takes_the_margin_that_the_validation_images_support(exact_model):
     # of a thousand images the hundred of smallest margin are wrong
     margins = np.linspace(0, 1, 1000)
-    summary = compute_risk_curve(margins, np.arange(1000) >= 100).summary()
+    summary = summarize_risk(margins, np.arange(1000) >= 100)
     metadata = replace(read_metadata(exact_model), risk=summary)
     expected = choose_threshold(summary, 0.05).min_margin
     assert expected is not None
@@ -38,14 +39,13 @@ def test_a_rate_takes_the_margin_that_the_validation_images_support(exact_model)
 
 
 def test_a_rate_that_validation_images_cannot_support_is_refused(exact_model):
-    few = compute_risk_curve(np.linspace(0, 1, 20), np.ones(20, bool)).summary()
+    few = summarize_risk(np.linspace(0, 1, 20), np.ones(20, bool))
     # as is said when the model is made
     assert list(describe_supported_rates(few, None)) == [
-        "--min-margin takes error rates from 14%: 0 of 20 validation images are wrong, "
-        "and more images allow lower rates"
+        "--min-margin takes 20%: 0 of 20 validation images are wrong, and more images allow lower rates"
     ]
     for risk, message in (
-        (few, r"20 validation images\); the smallest rate that works is 14%$"),
+        (few, r"20 validation images support; expected 20%, or a margin$"),
         ({}, r"has no validation images.*--target-error 5%"),
     ):
         with pytest.raises(UsageError, match=message):

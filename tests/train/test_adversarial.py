@@ -2,7 +2,7 @@
 
 import torch
 
-from opal_deploy.evaluation.attack import outside_boxes
+from opal_deploy.evaluation.attack import LEVELS, outside_boxes
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
@@ -38,9 +38,8 @@ def test_an_adversary_changes_few_grey_levels_outside_the_boxes_only():
             images - normalize(torch.zeros(1, 1, 1, 3, dtype=torch.uint8), _CONFIG.mean, _CONFIG.std),
         )
     )
-    most = EvaluateOptions.attack_levels
-    assert (levels <= most * free + 1e-3).all()
-    assert (levels >= brightness.clamp_max(most / 2) * free - 1e-3).all()
+    assert (levels <= LEVELS * free + 1e-3).all()
+    assert (levels >= brightness.clamp_max(LEVELS / 2) * free - 1e-3).all()
     # inside the box of cell 9, where that is listed
     assert not free[0, 0, 40, 40]
     assert free[1, 0, 40, 40]

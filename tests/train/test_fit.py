@@ -117,7 +117,10 @@ def test_risk_curve_and_calibration_are_kept_in_the_checkpoint(run, squares):
     assert np.array(metadata.risk["levels"]) == pytest.approx(np.array(again["levels"]), abs=1e-5)
     # every metric in the training record is a single number
     assert not [value for value in metadata.training["metrics"].values() if isinstance(value, dict)]
-    assert metadata.calibration == run[0].calibration.to_dict()
+    # through the file, and from there a threshold can be chosen, or refused
+    read_back = Metadata.from_json(metadata.to_json())
+    assert (read_back.risk, read_back.calibration) == (metadata.risk, run[0].calibration.to_dict())
+    assert choose_threshold(read_back.risk, 0.05) is None
 
 
 def test_a_run_is_replaced_only_with_overwrite_and_once_the_new_one_can_start(squares, tmp_path):
