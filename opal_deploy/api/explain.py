@@ -26,7 +26,7 @@ from opal_deploy.records.decision import Decision
 from opal_deploy.records.record import Failed
 from opal_deploy.records.run_files import overlay_name
 from opal_deploy.run import sheets
-from opal_deploy.run.inputs import ImageCounter
+from opal_deploy.run.setup import Inputs
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.sources import discovery
 from opal_deploy.sources.annotations import annotate, read_boxes, read_labels
@@ -74,7 +74,7 @@ def write_sheets(images: Sequence[str], model: StrPath | None, options: ExplainO
     documents: list[dict[str, Any]] = []
     failed = 0
     progress = as_progress(options.progress)
-    with ImageCounter(images, boxes=crops) as counter:
+    with Inputs(images, boxes=crops).counting() as total:
         for index, result in enumerate(predict_stream(found, sessions, inference)):
             name = result.prepared.input.name
             try:
@@ -86,7 +86,7 @@ def write_sheets(images: Sequence[str], model: StrPath | None, options: ExplainO
                     raise
                 failed += 1
                 options.log(one_line(f"{name}: {error.code}: {error}"))
-            progress(index + 1, counter.total, "")
+            progress(index + 1, total(), "")
     if not output.single:
         options.log(f"{len(documents)} sheets in {output.path}{f', {failed} failed' if failed else ''}")
     return WrittenSheets(documents, failed, output.single)

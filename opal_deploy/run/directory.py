@@ -25,8 +25,7 @@ from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.options import flag_of
 from opal_deploy.records.run_files import OVERLAYS, REPORT, RESULTS, RUN, SHARDS, SHEETS, SUMMARY, remove_image_files
 from opal_deploy.records.signatures import SignatureDigest, Signer
-from opal_deploy.records.tables import TABLES, Format, write_table
-from opal_deploy.run.results import read_records
+from opal_deploy.records.tables import TABLES
 from opal_deploy.run.summary import Summary
 
 SCHEMA = 1
@@ -38,10 +37,65 @@ State = Literal["new", "unfinished", "finished"]
 # the options that determine records and drawings, and `images`; values as in JSON
 RunConfig = Mapping[str, Any]
 
-# the entries of run.json that are written anew
-_KEYS = ("schema", "opal_deploy", "id", "started", "resumed", "run", "records", "signature")
 _HINT = "choose another --out, or give --overwrite"
 _MAX_SHOWN = 60
+
+
+@dataclass(frozen=True)
+class InferenceRun:
+    """A complete run.
+
+    Attributes:
+        out: the run directory.
+        summary: the document of summary.json: counts, accuracy, times, model and command.
+        lines: what the command prints about the run.
+    """
+
+    out: Path
+    summary: dict[str, Any] = field(repr=False)
+    lines: tuple[str, ...] = field(default=(), repr=False)
+
+    def __str__(self) -> str:
+        """Return the number of images and the folder, and then what the command prints about the run."""
+        return "\n".join([f"run of {sum(self.counts.values()):,} images in {self.out}", *self.lines])
+
+    @property
+    def records(self) -> Path:
+        """The file with one record per image, in input order."""
+        return self.out / RESULTS
+
+    @property
+    def report(self) -> Path | None:
+        """The HTML page; None without `explain`."""
+        return self._find(REPORT)
+
+    @property
+    def overlays(self) -> Path | None:
+        """The folder of overlays; None without `explain`. Each record names its own in `overlay`."""
+        return self._find(OVERLAYS)
+
+    @property
+    def sheets(self) -> Path | None:
+        """The folder of evidence sheets; None without `sheets`. Each record names its own in `sheet`."""
+        return self._find(SHEETS)
+
+    @property
+    def tables(self) -> tuple[Path, ...]:
+        """The files of `formats`."""
+        return tuple(path for path in map(self._find, TABLES.values()) if path is not None)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of images by status: `ok`, `abstained`, `unknown`, `error`."""
+        return dict(self.summary["statuses"])
+
+    @property
+    def accuracy(self) -> float | None:
+        """Accuracy against `labels`; None without labels."""
+        return None if self.summary["accuracy"] is None else self.summary["accuracy"]["accuracy"]
+
+    def _find(self, name: str) -> Path | None:
+        return self.out / name if (self.out / name).exists() else None
 
 
 @dataclass
@@ -52,8 +106,8 @@ class RunDirectory:
         root, config: the directory, and the run's configuration.
         state: of the run that it holds.
         started, resumed: times when the run began and when it was resumed, ISO 8601.
-        details: more entries of run.json; entries that this version does not know are kept.
         run_id: names the run in the signatures of its records.
+        details: more entries of run.json.
     """
 
     root: Path
@@ -61,12 +115,12 @@ class RunDirectory:
     state: State = "new"
     started: str = ""
     resumed: list[str] = field(default_factory=list)
-    details: dict[str, Any] = field(default_factory=dict)
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    details: Mapping[str, Any] = field(default_factory=dict)
 
     def write_config(self, details: Mapping[str, Any]) -> None:
         """Write run.json, with more entries, before the first record of a new or resumed run; raise UsageError."""
-        self.details |= details
+        self.details = details
         if self.state == "new":
             self.started = _now()
         else:
@@ -90,10 +144,7 @@ class RunDirectory:
         records = {"count": summary.total, "complete": complete, "signatures_sha256": digest.hexdigest()}
         # as it is read again: lists for tuples
         document = json.loads(json.dumps({**self._document(), "records": records}))
-        try:
-            write_json(self.root / RUN, {**document, "signature": signer.sign_document(document)})
-        except UsageError as error:
-            raise StoppedEarly(f"{error}; all records are in {RESULTS}") from None
+        self._write_at_end(RUN, {**document, "signature": signer.sign_document(document)})
 
     def write_summary(self, summary: Summary, context: Mapping[str, Any], stopped: str | None = None) -> dict[str, Any]:
         """Write summary.json, and return its document; raise StoppedEarly if that fails.
@@ -113,92 +164,63 @@ class RunDirectory:
             "ended": _now(),
             "results_bytes": _size(self.root / RESULTS),
         }
-        path = self.root / SUMMARY
+        self._write_at_end(SUMMARY, document)
+        return document
+
+    def _write_at_end(self, name: str, document: Mapping[str, Any]) -> None:
         try:
-            if path.is_fifo():
-                # it was read as damaged; `write_json` replaces files only
-                path.unlink()
-            write_json(path, document)
+            write_json(self.root / name, document)
         except UsageError as error:
             raise StoppedEarly(f"{error}; all records are in {RESULTS}") from None
-        return document
 
     def read_summary(self) -> dict[str, Any]:
         """Return the document of a complete run's summary.json."""
         return cast(dict[str, Any], read_json(self.root / SUMMARY))
 
-    def remove_shards(self) -> None:
-        """Remove the folders of shards, whose records and drawings have been joined here."""
-        shutil.rmtree(self.root / SHARDS, ignore_errors=True)
-
-    def write_table(self, kind: Format) -> None:
-        """Write a table of the records of a complete run; raise StoppedEarly if that fails."""
-        write_table(read_records(self.root / RESULTS), self.root, kind)
-
 
 @contextmanager
-def acquire_run_dir(out: Path | None, config: RunConfig, *, resume: bool, overwrite: bool) -> Iterator[RunDirectory]:
+def acquire_run_dir(out: Path | None, config: RunConfig, *, overwrite: bool) -> Iterator[RunDirectory]:
     """Yield the directory to write to, which no other process can acquire while the block runs.
 
     Args:
-        out: the directory. None: with `resume` the latest unfinished `explanations*` of the same configuration; else
-            the first of `explanations`, `explanations-2`, ... that does not exist.
+        out: the directory. None: the latest unfinished `explanations*` of the same configuration, else the first of
+            `explanations`, `explanations-2`, ... that does not exist.
         config: of the run.
-        resume: continue an unfinished run of the same configuration.
         overwrite: remove the files of an earlier run in `out`.
 
     Raises:
         UsageError: it holds another run, another process uses it, or it cannot be written to.
     """
-    root = out or (_find_unfinished(Path(DEFAULT_OUT), config) if resume else None) or _first_free(Path(DEFAULT_OUT))
+    root = out or _find_unfinished(Path(DEFAULT_OUT), config) or _first_free(Path(DEFAULT_OUT))
     with lock_directory(root):
         for name in (RUN, SUMMARY, REPORT, *TABLES.values()):
             remove_temporary_files(root / name)
         if overwrite:
             _clear(root)
-        directory = inspect_run_dir(root, config)
-        if directory.state == "unfinished" and not resume:
-            raise UsageError(f"{root}: it holds an unfinished run, and --no-resume was given; {_HINT}")
-        yield directory
+        yield inspect_run_dir(root, config)
 
 
 def inspect_run_dir(root: Path, config: RunConfig) -> RunDirectory:
     """Return the directory with the state of its run; raise UsageError if it holds another than that of `config`."""
-    size = _size(root / RESULTS)
     if not os.path.lexists(root / RUN):
-        if size is not None or os.path.lexists(root / RESULTS):
+        if os.path.lexists(root / RESULTS):
             raise UsageError(f"{root}: it holds the results of an earlier run; {_HINT}")
         return RunDirectory(root, config)
     document = _read(root / RUN)
-    if document is not None and document.get("schema") != SCHEMA:
+    if document.get("schema", SCHEMA) != SCHEMA:
         raise UsageError(
-            f"{root}/{RUN}: schema {document.get('schema')!r} found, {SCHEMA} expected; continue it with the "
+            f"{root}/{RUN}: schema {document['schema']!r} found, {SCHEMA} expected; continue it with the "
             f"opal-deploy version that wrote it, {_HINT}"
         )
-    if document is None or not isinstance(document.get("run"), dict):
+    if not {"run", "started", "resumed", "id"} <= document.keys():
         raise UsageError(f"{root}/{RUN}: damaged, so nothing can be continued there; {_HINT}")
     if different := _differences(document["run"], config):
         raise UsageError(f"{root}: it holds another run: {'; '.join(different)}; {_HINT}")
-    summary = _read(root / SUMMARY) or {}
+    summary, size = _read(root / SUMMARY), _size(root / RESULTS)
     # a summary of other results, or of results that are gone, says nothing
-    finished = (
-        size is not None
-        and summary.get("schema") == SCHEMA
-        and summary.get("complete") is True
-        and summary.get("results_bytes") == size
-        and {"images", "errors", "statuses", "accuracy", "ended"} <= summary.keys()
-    )
-    started, resumed = document.get("started"), document.get("resumed")
-    return RunDirectory(
-        root,
-        config,
-        "finished" if finished else "unfinished",
-        str(started),
-        [str(time) for time in resumed] if isinstance(resumed, list) else [],
-        details={name: value for name, value in document.items() if name not in _KEYS},
-        # of a run of an earlier version, whose records name none: the id of those that follow
-        run_id=str(document.get("id") or uuid.uuid4().hex),
-    )
+    is_finished = summary.get("complete") is True and size is not None and summary.get("results_bytes") == size
+    state: State = "finished" if is_finished else "unfinished"
+    return RunDirectory(root, config, state, document["started"], document["resumed"], document["id"])
 
 
 def _differences(there: RunConfig, here: RunConfig) -> list[str]:
@@ -206,14 +228,11 @@ def _differences(there: RunConfig, here: RunConfig) -> list[str]:
     here = json.loads(json.dumps(here))
     names = [*here, *(name for name in there if name not in here)]
     return [
-        f"{_option_name(name)} {_format_value(there.get(name))} there, {_format_value(here.get(name))} here"
+        f"{name if name == IMAGES else flag_of(name)} {_format_value(there.get(name))} there, "
+        f"{_format_value(here.get(name))} here"
         for name in names
         if there.get(name) != here.get(name)
     ]
-
-
-def _option_name(name: str) -> str:
-    return name if name == IMAGES else flag_of(name)
 
 
 def _format_value(value: object) -> str:
@@ -228,10 +247,10 @@ def _format_value(value: object) -> str:
 def _find_unfinished(base: Path, config: RunConfig) -> Path | None:
     """Return the latest of `base`, `base-2`, ... that holds an unfinished run of this configuration."""
     numbered = []
-    for path in base.parent.glob(f"{base.name}*"):
-        match = re.fullmatch(r"(?:-(\d+))?", path.name[len(base.name) :])
-        if match and (path / RUN).is_file():
-            numbered.append((int(match[1] or 1), path))
+    for path in base.parent.glob(f"{base.name}*/{RUN}"):
+        match = re.fullmatch(r"(?:-(\d+))?", path.parent.name[len(base.name) :])
+        if match:
+            numbered.append((int(match[1] or 1), path.parent))
     for _, path in sorted(numbered, reverse=True):
         with contextlib.suppress(UsageError):
             if inspect_run_dir(path, config).state == "unfinished":
@@ -263,12 +282,13 @@ def _clear(root: Path) -> None:
         raise UsageError(f"{root}: cannot be written ({error.strerror or error}); choose another --out") from None
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one if the file is missing or damaged."""
     try:
         document = read_json(path)
     except (OSError, ValueError):
-        return None
-    return document if isinstance(document, dict) else None
+        return {}
+    return document if isinstance(document, dict) else {}
 
 
 def _size(path: Path) -> int | None:

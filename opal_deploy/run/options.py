@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from opal_deploy.logs import Log, ProgressChoice, log_line
 from opal_deploy.options import (
@@ -60,9 +60,6 @@ class InferOptions(Decision):
         ),
     ] = None
     overwrite: Annotated[bool, Option("Replace the files of an earlier run in --out.")] = False
-    resume: Annotated[
-        bool, Option("Resume an interrupted run of the same model, images and options.", flag="--resume/--no-resume")
-    ] = True
     boxes: CropFile = None
     box_confidence: BoxConfidence = DEFAULT_CONFIDENCE
     labels: LabelSource = None
@@ -107,18 +104,10 @@ class InferOptions(Decision):
     ] = None
     every: Annotated[
         int | str | None,
-        Option(
-            "Take frames of videos: 10 is every tenth frame, 0.5s a frame every half second.",
-            cli=str,
-        ),
+        Option("Take frames of videos: 10 is every tenth frame, 0.5s a frame every half second.", cli=str),
     ] = None
     shard: Annotated[
         str | None, Option("i/n: run only the i-th of n shards, in --out/shards. --shards n joins them.")
-    ] = None
-    report_limit: Annotated[int, Option("Images shown in report.html.", min=0)] = 10_000
-    report_images: Annotated[
-        Literal["embed", "files"] | None,
-        Option("embed overlays in report.html, or show the files in overlays/.", default="embed up to 200 images"),
     ] = None
     recursive: Annotated[bool, Option("Include subfolders.", flag="--recursive/--no-recursive")] = True
     log: Log = log_line

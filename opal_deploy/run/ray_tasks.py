@@ -23,11 +23,9 @@ from typing import Any
 from opal_deploy.artifact.engine_file import sidecar_path
 from opal_deploy.artifact.files import model_kind
 from opal_deploy.errors import OpalError, UsageError, first_line, require
-from opal_deploy.records.run_files import RESULTS, RUN
+from opal_deploy.records.run_files import RUN
 from opal_deploy.remote import is_url
-from opal_deploy.run.directory import RunConfig
-from opal_deploy.run.interrupt import Interrupt
-from opal_deploy.run.shards import RecordCounter, RunShard, ShardJob, ShardPlan, supervise_shard
+from opal_deploy.run.shards import POLL_SECONDS, RecordCounter, Recovery, ShardedRun, ShardJob, supervise_shard
 from opal_deploy.worker_pool import WorkerPool
 
 LOCAL = "local"
@@ -36,44 +34,36 @@ _CONNECT_SECONDS = 10.0
 _DEFAULT_CPUS = 4
 # times that a task is started again after its node was lost
 _RETRIES = 5
-_POLL_SECONDS = 0.2
 
 
-def run_on_ray(
-    plan: ShardPlan,
-    out: Path,
-    config: RunConfig,
-    run_shard: RunShard,
-    interrupt: Interrupt,
-    report: Callable[[int], None],
-) -> None:
-    """Run the shards of a plan on a cluster, and set their number if the call does not; see `run_shards`."""
-    out, log = out.absolute(), plan.options.log
+def run_on_ray(run: ShardedRun) -> None:
+    """Run the shards on a cluster, and set their number if the call does not; see `run_shards`."""
+    plan = run.plan
+    run, log = replace(run, out=run.out.absolute()), plan.options.log
     with _connect(str(plan.options.ray)) as ray:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         gpus, cpus, places = choose_size(nodes, plan.options.ray_cpus)
         size = f"a GPU and {cpus} CPUs" if gpus else f"{cpus} CPUs"
         plan.cpus, plan.devices = cpus, ("cuda" if gpus else "cpu",) * (plan.options.shards or places)
         log(f"Ray {ray.__version__}: {len(plan.devices)} shards, each with {size}; {places} fit at a time")
-        jobs = plan.find_missing(out, config)
         files = [plan.model, *([sidecar_path(plan.model)] if model_kind(plan.model) == "engine" else [])]
         model = ray.put({file.name: file.read_bytes() for file in files})
         task = ray.remote(_run_task).options(
             num_cpus=cpus, num_gpus=gpus, max_retries=_RETRIES, scheduling_strategy="SPREAD"
         )
-        running = {task.remote(job, run_shard, model, os.getcwd()): job for job in jobs}
-        progress, complete = RecordCounter([folder / RESULTS for folder in plan.dirs(out)]), True
+        running = {task.remote(job, run.run_shard, model, os.getcwd()): job for job in run.find_missing()}
+        counter, complete = RecordCounter(run.folders), True
         try:
-            while running and not interrupt.requested:
-                done, _ = ray.wait(list(running), timeout=_POLL_SECONDS)
+            while running and not run.interrupt.requested:
+                done, _ = ray.wait(list(running), timeout=POLL_SECONDS)
                 for reference in done:
                     complete &= _take_result(ray.get, reference, running.pop(reference))
-                report(progress.count())
+                run.report(counter.count())
         finally:
             # what is left is interrupted: its records are whole, and the same call resumes it
             for reference in running:
                 ray.cancel(reference, force=True)
-        interrupt.stopped = bool(running) or not complete
+        run.interrupt.stopped = bool(running) or not complete
 
 
 def _take_result(get: Callable[[Any], Any], reference: Any, job: ShardJob) -> bool:
@@ -115,7 +105,9 @@ def choose_size(nodes: list[dict[str, float]], cpus: int | None) -> tuple[int, i
     return 0, cpus, places
 
 
-def _run_task(job: ShardJob, run_shard: RunShard, model: dict[str, bytes], folder: str) -> bool | OpalError:
+def _run_task(
+    job: ShardJob, run_shard: Callable[[ShardJob, Recovery], bool], model: dict[str, bytes], folder: str
+) -> bool | OpalError:
     """Run a shard on a node; errors that a user can cause are returned, since Ray would wrap them in tracebacks."""
     try:
         with suppress(OSError):  # where all paths are absolute, it need not be there

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import os
 import shlex
+import shutil
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any
 
-from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import OpalError, UsageError
 from opal_deploy.logs import Log
 from opal_deploy.options import StrPath, to_arguments
@@ -20,49 +23,129 @@ from opal_deploy.predict.setup import LoadedModel, check_model, describe_model, 
 from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.preprocess.decode import Decoding
 from opal_deploy.records.decision import Decision
+from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Record
-from opal_deploy.records.run_files import REPORT, RESULTS, SHEETS, SUMMARY
+from opal_deploy.records.run_files import REPORT, RESULTS, SHARDS, SHEETS, SUMMARY
 from opal_deploy.records.signatures import Signer
-from opal_deploy.records.tables import TABLES, Format, check_formats
-from opal_deploy.remote import check_output, is_url, redact, upload_folder
-from opal_deploy.run.completed import InferenceRun
-from opal_deploy.run.directory import IMAGES, RunDirectory
+from opal_deploy.records.tables import TABLES, Format, check_formats, write_table
+from opal_deploy.remote import check_output, is_url, redact, remove_folder, upload_folder
+from opal_deploy.run.directory import IMAGES, InferenceRun, RunDirectory
 from opal_deploy.run.drawing import ReportOptions, list_evidence, report_facts, report_title
-from opal_deploy.run.inputs import Inputs, parse_shard
 from opal_deploy.run.interrupt import Interrupt
 from opal_deploy.run.options import InferOptions
-from opal_deploy.run.shards import ShardPlan, part_url, plan_shards, shard_dir
+from opal_deploy.run.results import read_records
+from opal_deploy.run.shards import ShardPlan, parse_shard, part_url, plan_shards, shard_dir
 from opal_deploy.run.sheets import SheetBuilder, SheetSetup, prepare_sheets
 from opal_deploy.run.summary import ErrorLimit, Summary
 from opal_deploy.runtime.devices import default_batch, default_workers
-from opal_deploy.runtime.session import Session
-from opal_deploy.sources.discovery import STDIN
+from opal_deploy.sources import discovery
+from opal_deploy.sources.annotations import Labels, annotate, read_boxes, read_labels
+from opal_deploy.sources.detections import Crops
 from opal_deploy.sources.image import InputImage
 from opal_deploy.sources.items import Skipped
+from opal_deploy.sources.video import NO_VIDEOS, Sampling, VideoOptions, require_pyav
 
 
-class OpenModel(Protocol):
-    """A model that is open already, such as `opal_deploy.Model`."""
+@dataclass(frozen=True)
+class Inputs:
+    """The images of a run.
 
-    @property
-    def path(self) -> Path | None:
-        """The model's file; None for a model without one."""
-        ...
+    Attributes:
+        images: folders, files, globs, archives, lists.
+        recursive: include subfolders.
+        boxes, labels: crops and labels by image; None: none.
+        video: how videos are read, and which of their frames.
+        part: the shard's positions in the list of images, in which a video counts as one; None: all.
+        skipped: counts the other files that `find_images` met.
+    """
 
-    @property
-    def sha256(self) -> str | None:
-        """The file's hex digest."""
-        ...
+    images: list[str]
+    recursive: bool = True
+    boxes: Crops | None = None
+    labels: Labels | None = None
+    video: VideoOptions = NO_VIDEOS
+    part: range | None = None
+    skipped: Skipped = field(default_factory=Skipped)
 
-    @property
-    def sessions(self) -> list[Session]:
-        """One per device."""
-        ...
+    @staticmethod
+    def read(images: list[str], options: InferOptions) -> Inputs:
+        """Check the inputs, and read the files of boxes and labels; raise UsageError if any cannot be used."""
+        video = VideoOptions(
+            None if options.every is None else Sampling.parse(str(options.every)),
+            max_pixels=options.max_pixels, isolate=options.isolate, timeout=options.decode_timeout or None,
+        )  # fmt: skip
+        discovery.check_inputs(images, video.sampling)
+        if video.sampling is not None:
+            require_pyav()
+        boxes = None if options.boxes is None else read_boxes(Path(options.boxes), options.box_confidence)
+        if boxes is not None and boxes.note:
+            options.log(boxes.note)
+        labels = None if options.labels is None else read_labels(options.labels)
+        return Inputs(images, options.recursive, boxes, labels, video)
 
-    @property
-    def metadata(self) -> Metadata:
-        """The model's metadata."""
-        ...
+    def find_images(self) -> Iterator[InputImage]:
+        """Yield the images in order, with crops and labels; raise UsageError if there is none."""
+        items = self._list_items(self.skipped)
+        if self.part is None:
+            images = discovery.expand(items, self.video)
+        else:
+            first = sum(map(self._count_records, itertools.islice(items, self.part.start)))
+            items = itertools.islice(items, len(self.part))
+            images = discovery.expand(items, self.video, first, is_part=True)
+        # searched now, so that a call without images ends before anything is written
+        head = list(itertools.islice(images, 1))
+        images = itertools.chain(head, images)
+        return images if self.boxes is None and self.labels is None else annotate(images, self.boxes, self.labels)
+
+    def take_shard(self, shard: tuple[int, int], batch: int) -> Inputs:
+        """Return the i-th of n contiguous shards of the list; all but the last are whole batches."""
+        index, count = shard
+        num_items = sum(1 for _ in self._list_items(Skipped()))
+        length = -(-num_items // (count * batch)) * batch
+        return replace(self, part=range((index - 1) * length, index * length))
+
+    def unused_labels(self) -> list[str]:
+        """Return the images that the file of labels names, and that `find_images` has not yielded.
+
+        Empty for a shard, since other shards have those images.
+        """
+        return self.labels.unused() if self.labels is not None and self.part is None else []
+
+    @contextmanager
+    def counting(self) -> Iterator[Callable[[], int | None]]:
+        """Count the records in a thread while the block runs; yield what returns their number, None while unknown.
+
+        Nothing is counted that would have to be read, requested over a network or waited for.
+        """
+        stopped, totals = threading.Event(), list[int]()
+
+        def count() -> None:
+            total = 0
+            with suppress(OpalError, OSError):
+                for number, item in enumerate(self._list_items(Skipped())):
+                    total += self._count_records(item)
+                    # leave the processor to the run
+                    if number % 256 == 0 and stopped.wait(0.005):
+                        return
+                totals.append(total)
+
+        if self.video.sampling is None and all(map(discovery.is_countable, self.images)):
+            threading.Thread(target=count, name="count images", daemon=True).start()
+        try:
+            yield lambda: totals[0] if totals else None
+        finally:
+            # not joined: a folder on a slow disk may be being listed
+            stopped.set()
+
+    def _list_items(self, skipped: Skipped) -> Iterator[InputImage]:
+        videos = self.video.sampling is not None
+        return discovery.list_items(self.images, skipped, sys.stdin, recursive=self.recursive, videos=videos)
+
+    def _count_records(self, item: InputImage) -> int:
+        """Return the number of records of a listed image; a video counts as one."""
+        if self.boxes is None or item.error is not None:
+            return 1
+        return self.boxes.count(unescape_name(item.name or ""))
 
 
 @dataclass(frozen=True)
@@ -102,14 +185,15 @@ class RunSetup:
         model: the model; without sessions where shards open it.
         sheets: the evidence sheets, and the sessions that have the outputs for them.
         inference: how images are classified.
-        formats, max_errors, signer: see `RunOptions`; None: no record is signed.
+        formats, max_errors: see `RunOptions`.
+        signer: signs records; None: no record is signed.
         out: the run directory; None: to be chosen.
         upload_to: the URL to which it is uploaded when the run ends; None: nowhere.
         command: the call without options.
         shards: the processes that share the images; None: this process classifies them.
         runtime: the engines and devices in one line.
         interrupt: stops the run gracefully on request.
-        images, skipped: the images to classify, which shards find anew, and the count of other files.
+        images: the images to classify, which shards find anew.
     """
 
     options: InferOptions
@@ -127,12 +211,6 @@ class RunSetup:
     runtime: str
     interrupt: Interrupt
     images: Iterator[InputImage]
-    skipped: Skipped
-
-    @property
-    def sessions(self) -> list[Session]:
-        """The model's sessions."""
-        return self.sheets.sessions
 
     @property
     def config(self) -> dict[str, Any]:
@@ -182,11 +260,11 @@ class RunSetup:
         context = {"model": self.model.fingerprint, "runtime": self.runtime}
         if self.shards is not None:
             context["shards"] = self.shards.summarize()
-        return directory.write_summary(summary, context | {"command": self._format_command(short=True)}, stopped)
+        return directory.write_summary(summary, context | {"command": self._format_command()}, stopped)
 
     def write_early_summary(self, directory: RunDirectory, summary: Summary, stopped: str) -> None:
         """Write summary.json of a run that ended early, if the disk has space for it, and upload what there is."""
-        with contextlib.suppress(OpalError):
+        with suppress(OpalError):
             self.write_summary(directory, summary, stopped)
             self.upload(directory)
 
@@ -195,6 +273,12 @@ class RunSetup:
         if self.upload_to is not None:
             upload_folder(directory.root, self.upload_to)
             self.options.log(f"Uploaded to {redact(self.upload_to)}")
+
+    def remove_shards(self, directory: RunDirectory) -> None:
+        """Remove the folders of shards, whose records and drawings have been joined in the run directory."""
+        shutil.rmtree(directory.root / SHARDS, ignore_errors=True)
+        if self.shards is not None and self.upload_to is not None:
+            remove_folder(f"{self.upload_to.rstrip('/')}/{SHARDS}")
 
     def return_finished(self, directory: RunDirectory) -> InferenceRun:
         """Return a run that is complete already, and write any of its tables that are missing."""
@@ -205,32 +289,22 @@ class RunSetup:
         )
         for kind in self.formats:
             if not (root / TABLES[kind]).exists():
-                directory.write_table(kind)
+                write_table(read_records(root / RESULTS), root, kind)
                 log(f"Table: {root}/{TABLES[kind]}")
         self.upload(directory)
-        return InferenceRun(root, document, (f"Summary: {root}/{SUMMARY}",), frozenset(self._files))
+        return InferenceRun(root, document, (f"Summary: {root}/{SUMMARY}",))
 
     def describe_run(self, directory: RunDirectory, summary: Summary, document: dict[str, Any]) -> InferenceRun:
         """Return a run that has just been completed, with what the command prints about it."""
-        lines = [*summary.describe(), *self.skipped.describe(), *self._describe_evidence()]
-        lines += [f"{title}: {directory.root}/{name}" for name, title in self._files.items()]
-        return InferenceRun(directory.root, document, tuple(lines), frozenset(self._files))
+        lines = [*summary.describe(), *self.inputs.skipped.describe(), *self._describe_evidence()]
+        files = [("Records", RESULTS), *(("Table", TABLES[kind]) for kind in self.formats)]
+        files += [("Sheets", SHEETS)] * (self.sheets.builder is not None) + [("Report", REPORT)] * self.options.explain
+        lines += [f"{title}: {directory.root}/{name}" for title, name in files]
+        return InferenceRun(directory.root, document, tuple(lines))
 
     def resume_hint(self) -> str:
         """Return how to resume the run: with the same command, unless that would begin a new run."""
-        restarts = self.options.overwrite or not self.options.resume
-        command = self._format_command(replace(self.options, overwrite=False, resume=True))
-        return f"resume with: {command}" if restarts else f"the same command resumes: {command}"
-
-    @cached_property
-    def _files(self) -> dict[str, str]:
-        """The files of a complete run, with their titles."""
-        return {
-            RESULTS: "Records",
-            **{TABLES[kind]: "Table" for kind in self.formats},
-            **({SHEETS: "Sheets"} if self.sheets.builder is not None else {}),
-            **({REPORT: "Report"} if self.options.explain else {}),
-        }
+        return f"the same command{' without --overwrite' if self.options.overwrite else ''} resumes"
 
     def _describe_evidence(self) -> Iterator[str]:
         """Yield lines on the measured quality of the model's evidence; none without `explain`."""
@@ -241,24 +315,23 @@ class RunSetup:
             yield f"  {name + ':':<18}{value}"
 
     def _plan_report(self) -> ReportOptions:
-        path, metadata, options = self.model.path, self.model.metadata, self.options
+        path, metadata = self.model.path, self.model.metadata
         # the report may be passed on, and its reader has the model elsewhere
         evidence = list_evidence(Path(path.name), metadata)
-        facts = report_facts(path, metadata, self.runtime, self._format_command(short=True))
+        facts = report_facts(path, metadata, self.runtime, self._format_command())
         return ReportOptions(
-            facts, options.report_limit, options.report_images, evidence, metadata.effective_field,
-            options.receptive_field, report_title(self.inputs.images, path), frozenset(metadata.class_names),
+            facts, evidence, metadata.effective_field, self.options.receptive_field,
+            report_title(self.inputs.images, path), frozenset(metadata.class_names),
         )  # fmt: skip
 
-    def _format_command(self, options: InferOptions | None = None, *, short: bool = False) -> str:
-        """Return the shell command for this run; `short`: absolute paths as their last part, without folders."""
-        arguments = [*self.command, *to_arguments(options or self.options)]
-        if short:
-            arguments = [Path(argument).name if os.path.isabs(argument) else argument for argument in arguments]
-        return redact(shlex.join(arguments))
+    def _format_command(self) -> str:
+        """Return the shell command of this run for others to read: absolute paths without their folders."""
+        arguments = [*self.command, *to_arguments(self.options)]
+        names = [Path(argument).name if os.path.isabs(argument) else argument for argument in arguments]
+        return redact(shlex.join(names))
 
 
-def prepare_run(images: Sequence[str], model: StrPath | OpenModel | None, options: InferOptions) -> RunSetup:
+def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, options: InferOptions) -> RunSetup:
     """Check the call, open the model and find the first image; nothing is written."""
     # everything is checked before the model is loaded
     inputs = Inputs.read(list(images), options)
@@ -266,7 +339,7 @@ def prepare_run(images: Sequence[str], model: StrPath | OpenModel | None, option
     max_errors = None if options.max_errors is None else ErrorLimit.parse(str(options.max_errors))
     out, upload_to = _parse_out(options)
     signer = None if options.sign is None else Signer(options.sign, options.log)
-    shards = plan_shards(images, options, model_is_open=_is_open(model))
+    shards = plan_shards(images, options, model_is_open=isinstance(model, LoadedModel))
     raise_pillow_limit(options.max_pixels)
 
     loaded = _open_model(model, options, elsewhere=shards is not None)
@@ -300,14 +373,11 @@ def prepare_run(images: Sequence[str], model: StrPath | OpenModel | None, option
         inputs = inputs.take_shard(parse_shard(options.shard), inference.batch)
     command = ["opal-deploy", "infer", *images, *(["--model", str(path)] if model else [])]
     runtime = "; ".join(session.description for session in sessions)
-    skipped = Skipped()
-    found: Iterator[InputImage] = iter(())
-    if shards is None or STDIN not in images:
-        # raises if there is no image
-        found = inputs.find_images(skipped)
+    # raises if there is no image
+    found = inputs.find_images()
     return RunSetup(
         options, inputs, loaded, sheets, inference, formats, max_errors, signer, out, upload_to, command, shards,
-        runtime, options.interrupt or Interrupt(), found, skipped,
+        runtime, options.interrupt or Interrupt(), found,
     )  # fmt: skip
 
 
@@ -330,19 +400,11 @@ def _parse_out(options: InferOptions) -> tuple[Path | None, str | None]:
     return path, upload_to and part_url(upload_to, path)
 
 
-def _is_open(model: StrPath | OpenModel | None) -> TypeGuard[OpenModel]:
-    """Return whether this is a loaded model, which has a path, too."""
-    return hasattr(model, "sessions")
-
-
-def _open_model(model: StrPath | OpenModel | None, options: InferOptions, *, elsewhere: bool) -> LoadedModel:
+def _open_model(model: StrPath | LoadedModel | None, options: InferOptions, *, elsewhere: bool) -> LoadedModel:
     """Open a model, or only read its metadata if it is opened elsewhere."""
-    if _is_open(model):
-        if model.path is None or model.sha256 is None:
-            raise UsageError("model: an open model without a file; give the path of a file")
-        fingerprint = {"file": model.path.name, "sha256": model.sha256}
-        return LoadedModel(model.path, model.sessions, fingerprint, model.metadata)
-    path = None if model is None else Path(cast(StrPath, model))
+    if isinstance(model, LoadedModel):
+        return model
+    path = None if model is None else Path(model)
     if elsewhere:
         return describe_model(
             path, device=options.device, expect_sha256=options.expect_sha256, runtime=options.runtime, log=options.log

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from opal_deploy.datasets.samples import describe_never_predicted
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.logs import one_line
 from opal_deploy.records.names import share_folder
@@ -16,9 +15,8 @@ from opal_deploy.records.record import Failed, Record
 from opal_deploy.records.signatures import SignatureDigest
 from opal_deploy.timing import StageTimer, StageTimes
 
-# a share of failed images says little below the first number, an accuracy below the second
+# a share of failed images says little below this number
 _MIN_IMAGES_FOR_PERCENT = 100
-_MIN_JUDGED_FOR_PERCENT = 20
 # names kept as examples
 _MAX_EXAMPLES = 3
 
@@ -29,7 +27,7 @@ def _name_first(count: int, names: Sequence[str]) -> str:
 
 
 def _share(count: int, total: int) -> str:
-    return f"{count:,} of {total:,} ({count / total:.2%})"
+    return f"{count:,} of {total:,} ({count / total:.2%})" if total else "none"
 
 
 @dataclass
@@ -44,7 +42,6 @@ class Accuracy:
         images, predicted: number of labelled images by class, and the classes that were predicted.
         failed: images with a label that is a class, and no prediction.
         unknown, unlabelled: images with a label that is not a class, and images without a label.
-        unknown_examples, unlabelled_examples: the first few labels that are not a class, and images without a label.
         unused_rows: images that the file of labels names and the run lacks, without other shards' images.
     """
 
@@ -58,15 +55,7 @@ class Accuracy:
     predicted: set[str] = field(default_factory=set)
     unknown: int = 0
     unlabelled: int = 0
-    unknown_examples: list[str] = field(default_factory=list)
-    unlabelled_examples: list[str] = field(default_factory=list)
     unused_rows: list[str] = field(default_factory=list)
-
-    @property
-    def value(self) -> float | None:
-        """Accuracy in [0, 1] over all predictions that can be judged; None if there are none."""
-        judged = self.correct + self.wrong
-        return self.correct / judged if judged else None
 
     def count(self, record: Record) -> None:
         """Add one record."""
@@ -75,12 +64,8 @@ class Accuracy:
             self.predicted.add(record.prediction.label)
         if label is None:
             self.unlabelled += 1
-            if len(self.unlabelled_examples) < _MAX_EXAMPLES and record.image is not None:
-                self.unlabelled_examples.append(record.image)
         elif label not in self.class_names:
             self.unknown += 1
-            if len(self.unknown_examples) < _MAX_EXAMPLES and label not in self.unknown_examples:
-                self.unknown_examples.append(label)
         elif isinstance(record, Failed):
             self.failed += 1
         else:
@@ -91,37 +76,25 @@ class Accuracy:
             self.answered += record.status == "ok"
             self.answered_correct += is_correct and record.status == "ok"
 
-    def describe_never_predicted(self) -> str:
-        """Return a line on the classes that have images and are never predicted; empty if there is none."""
-        return one_line(describe_never_predicted(dict(sorted(self.images.items())), self.predicted))
-
     def describe(self) -> Iterator[str]:
         """Yield lines for a terminal."""
         judged = self.correct + self.wrong
-        if not judged:
-            yield "Accuracy: no prediction could be judged"
-        elif judged < _MIN_JUDGED_FOR_PERCENT:
-            yield f"Accuracy: {self.correct} of {judged}, too few for a percentage"
-        else:
-            yield f"Accuracy: {_share(self.correct, judged)}"
+        yield f"Accuracy: {_share(self.correct, judged)}"
         if self.answered < judged:
-            answered = _share(self.answered_correct, self.answered) if self.answered else "none"
+            answered = _share(self.answered_correct, self.answered)
             yield f"  of those answered: {answered}; {judged - self.answered:,} were refused (abstained or unknown)"
-        if self.failed:
-            yield f"  {self.failed} labelled images failed and are not counted"
-        if self.unlabelled:
-            yield f"  images without a label: {_name_first(self.unlabelled, self.unlabelled_examples)}"
-        if self.unknown:
-            examples = one_line(", ".join(self.unknown_examples))
-            yield f"  {self.unknown} images have a label that the model does not know ({examples})"
+        counts = {"failed": self.failed, "have no label": self.unlabelled, "have a label of no class": self.unknown}
+        if left_out := [f"{count} {reason}" for reason, count in counts.items() if count]:
+            yield f"  images that are not counted: {', '.join(left_out)}"
         if self.unused_rows:
             rows = _name_first(len(self.unused_rows), self.unused_rows[:_MAX_EXAMPLES])
             yield f"  rows of the labels that match no image: {rows}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON value for summary.json."""
+        judged = self.correct + self.wrong
         return {
-            "accuracy": self.value,
+            "accuracy": self.correct / judged if judged else None,
             "correct": self.correct,
             "wrong": self.wrong,
             "answered": self.answered,
@@ -171,14 +144,9 @@ class Summary:
         return self.statuses.total()
 
     @property
-    def new(self) -> int:
-        """Number of records since the run began or was resumed."""
-        return self.total - self.resumed
-
-    @property
     def images_per_second(self) -> float | None:
         """Records per second since the run began or was resumed."""
-        return self.new / self.seconds if self.seconds else None
+        return (self.total - self.resumed) / self.seconds if self.seconds else None
 
     def count(self, record: Record) -> None:
         """Add one record."""
@@ -206,9 +174,7 @@ class Summary:
         return self
 
     def describe(self) -> Iterator[str]:
-        """Yield lines for a terminal: classes that are never predicted, counts, errors with examples, accuracy."""
-        if self.accuracy is not None and (never := self.accuracy.describe_never_predicted()):
-            yield never
+        """Yield lines for a terminal: counts, errors with examples, accuracy."""
         rate = f", {self.images_per_second:.1f} images/s" if self.images_per_second else ""
         counts = ", ".join(f"{count} {status}" for status, count in sorted(self.statuses.items()))
         before = f" ({self.resumed} of them before)" if self.resumed else ""
@@ -230,7 +196,7 @@ class Summary:
             "drawing_errors": dict(self.drawing_errors.most_common()),
             "classes": [{"class_id": number, "label": label, "images": n} for (number, label), n in ranked],
             "accuracy": None if self.accuracy is None else self.accuracy.to_dict(),
-            "new_images": self.new,
+            "new_images": self.total - self.resumed,
             "seconds": self.seconds,
             "seconds_to_first_record": self.seconds_to_first_record,
             "images_per_second": self.images_per_second,

@@ -26,7 +26,7 @@ from opal_deploy.preprocess.decode import parse_decoding
 from opal_deploy.records.decision import Decision
 from opal_deploy.records.record import Record
 from opal_deploy.records.signatures import Signer
-from opal_deploy.run.draw_pool import DrawingPool, DrawTask
+from opal_deploy.run.drawing import DrawingPool, DrawTask
 from opal_deploy.run.sheets import SheetBuilder, SheetOptions
 from opal_deploy.runtime.devices import default_batch, default_workers
 from opal_deploy.runtime.session import Session

@@ -4,13 +4,13 @@ import io
 import itertools
 import os
 import tarfile
+import threading
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from opal_deploy.run.inputs import Inputs
-from opal_deploy.sources.items import Skipped
+from opal_deploy.run.setup import Inputs
 
 
 @pytest.fixture(autouse=True)
@@ -32,15 +32,15 @@ def photos(tmp_path, monkeypatch):
 
 
 def find(inputs):
-    return [(image.index, image.name) for image in inputs.find_images(Skipped())]
+    return [(image.index, image.name) for image in inputs.find_images()]
 
 
 def count(inputs):
-    told = []
-    with inputs.counter().notify(told.append) as counter:
-        counter.join()
-    assert told == ([] if counter.total is None else [counter.total])
-    return counter.total
+    with inputs.counting() as total:
+        threads = [thread for thread in threading.enumerate() if thread.name == "count images"]
+        for thread in threads:
+            thread.join()
+        return total()
 
 
 INPUTS = [["in"], ["in", "more/f.jpg", "gone.jpg", "empty"], ["in/*"], ["in/**/*.jpg"], ["z.zip"], ["@list.txt"]]

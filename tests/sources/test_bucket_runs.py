@@ -54,6 +54,7 @@ def test_shards_of_machines_that_share_only_a_bucket_are_joined(s3, images, exac
     assert run.records.read_bytes() == expected
     assert read(s3, "run/results.jsonl") == expected
     assert sum(key.startswith("run/overlays/") for key in keys(s3)) == 6
+    assert not any(key.startswith("run/shards/") for key in keys(s3))
 
 
 def test_a_bucket_that_does_not_exist_is_refused_before_the_run(s3, images, exact_model):
