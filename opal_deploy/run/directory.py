@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -29,7 +28,6 @@ from opal_deploy.records.tables import TABLES
 from opal_deploy.run.summary import Summary
 
 SCHEMA = 1
-DEFAULT_OUT = "explanations"
 # the key of a run's configuration that is not an option
 IMAGES = "images"
 
@@ -46,7 +44,7 @@ class InferenceRun:
     """A complete run.
 
     Attributes:
-        out: the run directory.
+        out: the run directory, with overlays, sheets and tables where they were asked for.
         summary: the document of summary.json: counts, accuracy, times, model and command.
         lines: what the command prints about the run.
     """
@@ -67,22 +65,7 @@ class InferenceRun:
     @property
     def report(self) -> Path | None:
         """The HTML page; None without `explain`."""
-        return self._find(REPORT)
-
-    @property
-    def overlays(self) -> Path | None:
-        """The folder of overlays; None without `explain`. Each record names its own in `overlay`."""
-        return self._find(OVERLAYS)
-
-    @property
-    def sheets(self) -> Path | None:
-        """The folder of evidence sheets; None without `sheets`. Each record names its own in `sheet`."""
-        return self._find(SHEETS)
-
-    @property
-    def tables(self) -> tuple[Path, ...]:
-        """The files of `formats`."""
-        return tuple(path for path in map(self._find, TABLES.values()) if path is not None)
+        return self.out / REPORT if (self.out / REPORT).exists() else None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -93,9 +76,6 @@ class InferenceRun:
     def accuracy(self) -> float | None:
         """Accuracy against `labels`; None without labels."""
         return None if self.summary["accuracy"] is None else self.summary["accuracy"]["accuracy"]
-
-    def _find(self, name: str) -> Path | None:
-        return self.out / name if (self.out / name).exists() else None
 
 
 @dataclass
@@ -179,19 +159,17 @@ class RunDirectory:
 
 
 @contextmanager
-def acquire_run_dir(out: Path | None, config: RunConfig, *, overwrite: bool) -> Iterator[RunDirectory]:
+def acquire_run_dir(root: Path, config: RunConfig, *, overwrite: bool) -> Iterator[RunDirectory]:
     """Yield the directory to write to, which no other process can acquire while the block runs.
 
     Args:
-        out: the directory. None: the latest unfinished `explanations*` of the same configuration, else the first of
-            `explanations`, `explanations-2`, ... that does not exist.
+        root: the directory.
         config: of the run.
-        overwrite: remove the files of an earlier run in `out`.
+        overwrite: remove the files of an earlier run in it.
 
     Raises:
         UsageError: it holds another run, another process uses it, or it cannot be written to.
     """
-    root = out or _find_unfinished(Path(DEFAULT_OUT), config) or _first_free(Path(DEFAULT_OUT))
     with lock_directory(root):
         for name in (RUN, SUMMARY, REPORT, *TABLES.values()):
             remove_temporary_files(root / name)
@@ -242,28 +220,6 @@ def _format_value(value: object) -> str:
         value = " ".join(map(str, value.values() if isinstance(value, dict) else value))
     text = str(value)
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
-
-
-def _find_unfinished(base: Path, config: RunConfig) -> Path | None:
-    """Return the latest of `base`, `base-2`, ... that holds an unfinished run of this configuration."""
-    numbered = []
-    for path in base.parent.glob(f"{base.name}*/{RUN}"):
-        match = re.fullmatch(r"(?:-(\d+))?", path.parent.name[len(base.name) :])
-        if match:
-            numbered.append((int(match[1] or 1), path.parent))
-    for _, path in sorted(numbered, reverse=True):
-        with contextlib.suppress(UsageError):
-            if inspect_run_dir(path, config).state == "unfinished":
-                return path
-    return None
-
-
-def _first_free(base: Path) -> Path:
-    candidate, number = base, 1
-    while os.path.lexists(candidate):
-        number += 1
-        candidate = base.with_name(f"{base.name}-{number}")
-    return candidate
 
 
 def _clear(root: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from msgspec.structs import replace
 
 from opal_deploy.artifact.measurements import EffectiveField, list_evaluation
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.errors import ArtifactError, ImageError, StoppedEarly, UsageError
+from opal_deploy.errors import ImageError, StoppedEarly, UsageError
 from opal_deploy.logs import one_line
 from opal_deploy.predict.executor import prefetch
 from opal_deploy.predict.types import InferenceOptions, Result
@@ -37,7 +36,7 @@ from opal_deploy.records.run_files import (
     sheet_name,
     write_image_file,
 )
-from opal_deploy.remote import is_url, redact
+from opal_deploy.remote import redact
 from opal_deploy.run.sheets import SheetBuilder, get_image
 from opal_deploy.timing import NO_OP_TIMER, StageTime, StageTimer
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg, show_photograph
@@ -65,41 +64,27 @@ class Drawings:
     error: Problem | None = None
 
 
-@dataclass(frozen=True)
-class DrawTask:
-    """Draws a result: overlays with the receptive field `field` on them, if there is one, and sheets by `sheets`."""
-
-    field: EffectiveField | None = None
-    sheets: SheetBuilder | None = None
-
-    def draw(self, result: Result, parts: Sequence[Part], timer: StageTimer = NO_OP_TIMER) -> Drawings:
-        """Return the drawings `parts` of a result with its image, for a sheet also its outputs.
-
-        Raises:
-            StoppedEarly: a file that every drawing needs is damaged.
-        """
-        drawn: dict[Part, bytes] = {}
-        try:
-            with timer.stage("draw"):
-                if "overlay" in parts:
-                    overlay = draw_overlay(get_image(result.prepared), result.record, self.field)
-                    drawn["overlay"] = encode_jpeg(overlay)
-                    if "thumbnail" in parts:
-                        photograph = show_photograph(get_image(result.prepared), cast(Answered, result.record))
-                        drawn["thumbnail"] = make_thumbnail(photograph, result.record)
-                if "picture" in parts:
-                    drawn["picture"] = encode_jpeg(to_display(get_image(result.prepared)))
-                for part in parts:
-                    if part in ("sheet", "narrow-sheet") and self.sheets is not None:
-                        drawn[part] = self.sheets.build(result, narrow=part == "narrow-sheet").encode()
-        except ImageError as error:
-            return Drawings(drawn, Problem(code="drawing_failed", message=str(error)))
-        except MemoryError:
-            reason = "drawing it needs more memory than there is; lower --workers"
-            return Drawings(drawn, Problem(code="drawing_failed", message=reason))
-        except ArtifactError as error:
-            raise StoppedEarly(str(error)) from None
-        return Drawings(drawn)
+def _draw(sheets: SheetBuilder | None, result: Result, parts: Sequence[Part], timer: StageTimer) -> Drawings:
+    """Return the drawings `parts` of a result with its image, for a sheet also its outputs."""
+    drawn: dict[Part, bytes] = {}
+    try:
+        with timer.stage("draw"):
+            if "overlay" in parts:
+                drawn["overlay"] = encode_jpeg(draw_overlay(get_image(result.prepared), result.record))
+            if "thumbnail" in parts:
+                photograph = show_photograph(get_image(result.prepared), cast(Answered, result.record))
+                drawn["thumbnail"] = make_thumbnail(photograph, result.record)
+            if "picture" in parts:
+                drawn["picture"] = encode_jpeg(to_display(get_image(result.prepared)))
+            for part in parts:
+                if part in ("sheet", "narrow-sheet") and sheets is not None:
+                    drawn[part] = sheets.build(result, narrow=part == "narrow-sheet").encode()
+    except ImageError as error:
+        return Drawings(drawn, Problem(code="drawing_failed", message=str(error)))
+    except MemoryError:
+        reason = "drawing it needs more memory than there is; lower --workers"
+        return Drawings(drawn, Problem(code="drawing_failed", message=reason))
+    return Drawings(drawn)
 
 
 class DrawingPool:
@@ -107,7 +92,7 @@ class DrawingPool:
 
     def __init__(
         self,
-        task: DrawTask,
+        sheets: SheetBuilder | None,
         inference: InferenceOptions,
         processes: WorkerPool | None = None,
         timer: StageTimer = NO_OP_TIMER,
@@ -115,27 +100,27 @@ class DrawingPool:
         """Start nothing.
 
         Args:
-            task: draws.
+            sheets: builds evidence sheets; None: none are drawn.
             inference: the options of decoding, whose time limit applies to drawing too.
             processes: where to draw, such as the decoder pool's; None: in the calling thread.
             timer: receives the time of the stage `draw`.
         """
-        self._task, self._timeout, self._processes, self._timer = task, inference.decode_timeout, processes, timer
-        # it may hold an atlas, and is read once per process
-        self._pickled = b"" if processes is None else pickle.dumps(task)
+        self._sheets, self._timeout, self._processes, self._timer = sheets, inference.decode_timeout, processes, timer
+        # read once per process
+        self._pickled = b"" if processes is None else pickle.dumps(sheets)
 
     def draw(self, result: Result, parts: Sequence[Part]) -> Drawings:
-        """Return the drawings `parts` of an image with a prediction; a thumbnail only with its overlay.
+        """Return the drawings `parts` of an image with a prediction.
 
         A process that crashes gets the result a second time: the system may have killed it for lack of memory.
 
         Raises:
-            StoppedEarly: no process can be started, or a file that every drawing needs is damaged.
+            StoppedEarly: no process can be started.
         """
         # the model's input is not drawn
         result = replace_fields(result, prepared=replace_fields(result.prepared, pixels=None))
         if self._processes is None:
-            return self._task.draw(result, parts, self._timer)
+            return _draw(self._sheets, result, parts, self._timer)
         for attempt in range(2):
             try:
                 drawings, stages = self._processes.call(
@@ -143,7 +128,8 @@ class DrawingPool:
                 )
             except WorkerCrashed as crash:
                 if attempt:
-                    return Drawings(error=Problem(code="drawing_crashed", message=f"the process that drew it {crash}"))
+                    reason = f"the process that drew it {crash}"
+                    return Drawings(error=Problem(code="drawing_crashed", message=reason))
             except WorkerTimeout:
                 reason = f"it was not drawn within {self._timeout:g} s; raise --decode-timeout"
                 return Drawings(error=Problem(code="drawing_timeout", message=reason))
@@ -155,16 +141,16 @@ class DrawingPool:
 
 
 def _draw_in_process(
-    task: bytes, result: Result, parts: Sequence[Part], *, timed: bool
+    sheets: bytes, result: Result, parts: Sequence[Part], *, timed: bool
 ) -> tuple[Drawings, tuple[StageTime, ...]]:
     timer = StageTimer() if timed else NO_OP_TIMER
-    return _load_task(task).draw(result, parts, timer), timer.read().stages
+    return _draw(_load_builder(sheets), result, parts, timer), timer.read().stages
 
 
 @functools.lru_cache(maxsize=1)
-def _load_task(pickled: bytes) -> DrawTask:
-    task: DrawTask = pickle.loads(pickled)  # noqa: S301 (the caller wrote it)
-    return task
+def _load_builder(pickled: bytes) -> SheetBuilder | None:
+    builder: SheetBuilder | None = pickle.loads(pickled)  # noqa: S301 (the caller wrote it)
+    return builder
 
 
 def prepare_folders(out: Path, *, overlays: bool, sheets: bool, first: int) -> None:
@@ -208,8 +194,7 @@ class Drawer:
         self._parts: tuple[Part, ...] = () if report is None else ("overlay",)
         self._parts += () if sheets is None else ("sheet",)
         self._has_report = report is not None
-        drawn_field = report.field if report is not None and report.draw_field else None
-        self._pool = DrawingPool(DrawTask(drawn_field, sheets), inference, processes, timer)
+        self._pool = DrawingPool(sheets, inference, processes, timer)
         self._threads = ThreadPoolExecutor(
             self._workers, "draw", initializer=timer.register_thread, initargs=("drawers",)
         )
@@ -263,7 +248,6 @@ class ReportOptions:
         facts: (name, value) pairs about the run, below the head of the page.
         evidence: (name, value) pairs of what was measured of the model's evidence.
         field: the model's effective receptive field, shown on demand; None if it is unknown.
-        draw_field: always draw it on the overlays.
         title: the page's title.
         class_names: the labels that the model knows; None: all.
     """
@@ -271,25 +255,15 @@ class ReportOptions:
     facts: tuple[Fact, ...] = ()
     evidence: tuple[Fact, ...] = ()
     field: EffectiveField | None = None
-    draw_field: bool = False
     title: str = "Explanations"
     class_names: frozenset[str] | None = None
 
 
 def report_title(inputs: Sequence[str], model: Path) -> str:
-    """Return the title of a report: the first input and the model, each by at most two parts of its path."""
+    """Return the title of a report: the first input and the model, without the folders that they lie in."""
     more = f" and {len(inputs) - 1} more" if len(inputs) > 1 else ""
-    return f"{_shorten_path(inputs[0])}{more}, explained by {_shorten_path(str(model))}"
-
-
-def _shorten_path(path: str) -> str:
-    """Return the end of a path or URL, which does not tell where it lies; `standard input` for `-`."""
-    if path == "-":
-        return "standard input"
-    if is_url(path):
-        path = redact(path).partition("://")[2]
-    parts = [part for part in path.split("/") if part not in ("", ".", "..")] or [Path(path).resolve().name or path]
-    return "/".join(parts[-1:] if os.path.isabs(path) else parts[-2:])
+    name = "standard input" if inputs[0] == "-" else Path(redact(inputs[0])).resolve().name
+    return f"{name}{more}, explained by {model.name}"
 
 
 def report_facts(path: Path, metadata: Metadata, runtime: str, command: str) -> tuple[Fact, ...]:
@@ -338,15 +312,13 @@ def open_report(
         StoppedEarly: the disk is full; the records are safe.
     """
     numbers = itertools.count()
-    mode = choose_image_mode(images)
     with _writing_report(), ReportWriter(
         out / REPORT,
         title=options.title,
         facts=options.facts,
-        image_mode=mode,
+        image_mode=choose_image_mode(images),
         evidence=options.evidence,
-        # overlay files have it, the page's own pictures do not
-        field=None if options.draw_field and mode == "files" else options.field,
+        field=options.field,
         class_names=options.class_names,
         folder=folder,
     ) as writer:  # fmt: skip

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from pathlib import Path
 
 from opal_deploy.errors import ImageError, StoppedEarly
 from opal_deploy.logs import as_progress
@@ -29,7 +28,7 @@ from opal_deploy.predict.setup import LoadedModel
 from opal_deploy.records.record import Record
 from opal_deploy.records.run_files import RESULTS
 from opal_deploy.records.tables import open_table
-from opal_deploy.run.directory import DEFAULT_OUT, InferenceRun, RunDirectory, acquire_run_dir
+from opal_deploy.run.directory import InferenceRun, RunDirectory, acquire_run_dir
 from opal_deploy.run.drawing import Drawer, Thumbnails, open_report, prepare_folders
 from opal_deploy.run.interrupt import Interrupt, handle_signals
 from opal_deploy.run.options import InferOptions
@@ -58,8 +57,6 @@ def infer(
     with acquire_run_dir(setup.out, setup.config, overwrite=options.overwrite) as directory:
         if directory.state == "finished":
             return setup.return_finished(directory)
-        if setup.out is None and directory.root != Path(DEFAULT_OUT):
-            options.log(f"{DEFAULT_OUT} holds another run; this one writes to {directory.root}")
         summary, timer, started = Summary(), StageTimer(), time.perf_counter()
         if setup.inputs.labels is not None:
             summary.accuracy = Accuracy(frozenset(setup.model.metadata.class_names))
@@ -88,28 +85,35 @@ def _run(
     progress = as_progress(setup.options.progress)
     thumbnails: Thumbnails = {}
 
+    total = setup.inputs.count() if setup.options.progress else None
+
     def report(records: int) -> None:
         failed = summary.statuses["error"]
-        progress(records, total(), f"{failed} failed" if failed else "")
+        progress(records, total, f"{failed} failed" if failed else "")
 
-    with setup.inputs.counting() as total:
-        if setup.shards is None:
-            options = setup.run_options(out)
-            doing = "Explaining" if options.report is not None else "Classifying"
-            options.log(f"{doing} with {setup.model.path} in {setup.runtime}, batches of {options.inference.batch}")
-            thumbnails = write_records(
-                setup.images, setup.sheets.sessions, options, summary=summary, interrupt=interrupt, timer=timer,
-                report=report, sign=sign, recovery=recovery or NO_RECOVERY,
-            )  # fmt: skip
-        else:
-            launch = run_here
-            if setup.options.ray is not None:
-                from opal_deploy.run.ray_tasks import run_on_ray as launch
-            run = ShardedRun(setup.shards, out, setup.config, run_shard, interrupt, report)
+    if setup.devices is None:
+        options = setup.run_options(out)
+        doing = "Explaining" if options.report is not None else "Classifying"
+        options.log(f"{doing} with {setup.model.path} in {setup.runtime}, batches of {options.inference.batch}")
+        thumbnails = write_records(
+            setup.images, setup.model.sessions, options, summary=summary, interrupt=interrupt, timer=timer,
+            report=report, sign=sign, recovery=recovery or NO_RECOVERY,
+        )  # fmt: skip
+    else:
+        launch = run_here
+        if setup.options.ray is not None:
+            from opal_deploy.run.ray_tasks import run_on_ray as launch
+        run = ShardedRun(
+            setup.inputs.images, setup.options, setup.model, out, setup.config, setup.upload_to, run_shard,
+            interrupt, report, setup.devices,
+        )  # fmt: skip
+        try:
             setup.runtime = run_shards(launch, run, timer)
-            options = setup.run_options(out)
-            if not interrupt.stopped:
-                join_shards(run, summary, setup.max_errors, sign)
+        finally:
+            summary.shards = run.summarize()
+        options = setup.run_options(out)
+        if not interrupt.stopped:
+            join_shards(run, summary, sign)
     if interrupt.stopped:
         raise KeyboardInterrupt
     if summary.accuracy is not None:
@@ -175,7 +179,7 @@ def write_records(
     if resumed.count or resumed.damaged:
         damage = f"; {resumed.damaged} damaged bytes after them are dropped" if resumed.damaged else ""
         options.log(f"{out}: {resumed.count} records are there already{damage}")
-    options.check_errors(summary)
+    summary.check_errors(options.max_errors)
     remaining = _recover(interrupt.stop_when_requested(images), resumed.count, recovery)
     thumbnails: Thumbnails = {}
     with ExitStack() as stack:
@@ -212,7 +216,7 @@ def write_records(
             if summary.seconds_to_first_record is None:
                 summary.seconds_to_first_record = time.perf_counter() - started
             report(summary.total)
-            options.check_errors(summary)
+            summary.check_errors(options.max_errors)
     return thumbnails
 
 

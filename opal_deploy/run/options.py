@@ -9,7 +9,6 @@ from typing import Annotated
 from opal_deploy.logs import Log, ProgressChoice, log_line
 from opal_deploy.options import (
     DEFAULT_CONFIDENCE,
-    AtlasFolder,
     Batch,
     BoxConfidence,
     CropFile,
@@ -43,22 +42,10 @@ class InferOptions(Decision):
 
     explain: Annotated[bool, Option("Draw an overlay per image and write report.html.")] = False
     sheets: Annotated[bool, Option("Draw an evidence sheet per image: the prediction next to the runner-up.")] = False
-    atlas: AtlasFolder = None
-    heatmap: Annotated[
-        bool, Option("Show attention maps on sheets (implies --sheets); an export needs --outputs attention.")
-    ] = False
-    receptive_field: Annotated[
-        bool, Option("Draw the effective receptive field of each cell, dashed, on overlays and sheets.")
-    ] = False
     slot_names: SlotNameFile = None
-    out: Annotated[
-        StrPath | None,
-        Option(
-            "Output folder, or the URL in a bucket to which it is uploaded.",
-            default="the matching interrupted run's, else explanations, explanations-2, ...",
-            cli=str,
-        ),
-    ] = None
+    out: Annotated[StrPath, Option("Output folder, or the URL in a bucket to which it is uploaded.", cli=str)] = (
+        "explanations"
+    )
     overwrite: Annotated[bool, Option("Replace the files of an earlier run in --out.")] = False
     boxes: CropFile = None
     box_confidence: BoxConfidence = DEFAULT_CONFIDENCE
@@ -69,10 +56,7 @@ class InferOptions(Decision):
         Option("Also write a table: parquet or csv; may be repeated.", flag="--format", cli=list[str]),
     ] = ()
     sign: SigningKey = None
-    max_errors: Annotated[
-        int | str | None,
-        Option("Stop after more failed images than this: a number, or P% (from 100 images on).", cli=str),
-    ] = None
+    max_errors: Annotated[int | None, Option("Stop after more failed images than this.", min=0)] = None
     device: Devices = "auto"
     shards: Annotated[
         int | None,
@@ -96,9 +80,9 @@ class InferOptions(Decision):
     cuda_graphs: Annotated[bool, Option("Replay each batch size as a CUDA graph (engines).")] = False
     expect_sha256: ExpectSha256 = None
     max_pixels: MaxPixels = 100_000_000
-    ray: Annotated[
-        str | None, Option("Run the shards on a Ray cluster: auto (on one of its nodes), HOST:PORT, or local.")
-    ] = None
+    ray: Annotated[str | None, Option("Run the shards on a Ray cluster: auto (on one of its nodes), or HOST:PORT.")] = (
+        None
+    )
     ray_cpus: Annotated[
         int | None, Option("CPU cores per shard on the cluster, without GPUs.", min=1, default="one shard per GPU")
     ] = None

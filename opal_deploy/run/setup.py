@@ -7,19 +7,18 @@ import os
 import shlex
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.errors import OpalError, UsageError
+from opal_deploy.errors import OpalError
 from opal_deploy.logs import Log
 from opal_deploy.options import StrPath, to_arguments
 from opal_deploy.predict.prepare import raise_pillow_limit
-from opal_deploy.predict.setup import LoadedModel, check_model, describe_model, load_model
+from opal_deploy.predict.setup import LoadedModel, check_model, fingerprint_file, load_model
 from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.preprocess.decode import Decoding
 from opal_deploy.records.decision import Decision
@@ -34,9 +33,9 @@ from opal_deploy.run.drawing import ReportOptions, list_evidence, report_facts, 
 from opal_deploy.run.interrupt import Interrupt
 from opal_deploy.run.options import InferOptions
 from opal_deploy.run.results import read_records
-from opal_deploy.run.shards import ShardPlan, parse_shard, part_url, plan_shards, shard_dir
-from opal_deploy.run.sheets import SheetBuilder, SheetSetup, prepare_sheets
-from opal_deploy.run.summary import ErrorLimit, Summary
+from opal_deploy.run.shards import parse_shard, part_url, plan_shards, shard_dir
+from opal_deploy.run.sheets import SheetBuilder, SheetOptions, check_exact_evidence, load_slot_names
+from opal_deploy.run.summary import Summary
 from opal_deploy.runtime.devices import default_batch, default_workers
 from opal_deploy.sources import discovery
 from opal_deploy.sources.annotations import Labels, annotate, read_boxes, read_labels
@@ -111,31 +110,14 @@ class Inputs:
         """
         return self.labels.unused() if self.labels is not None and self.part is None else []
 
-    @contextmanager
-    def counting(self) -> Iterator[Callable[[], int | None]]:
-        """Count the records in a thread while the block runs; yield what returns their number, None while unknown.
+    def count(self) -> int | None:
+        """Return the number of records; None if inputs would have to be read, requested over a network or waited for.
 
-        Nothing is counted that would have to be read, requested over a network or waited for.
+        Listing names takes some 10 µs per image.
         """
-        stopped, totals = threading.Event(), list[int]()
-
-        def count() -> None:
-            total = 0
-            with suppress(OpalError, OSError):
-                for number, item in enumerate(self._list_items(Skipped())):
-                    total += self._count_records(item)
-                    # leave the processor to the run
-                    if number % 256 == 0 and stopped.wait(0.005):
-                        return
-                totals.append(total)
-
-        if self.video.sampling is None and all(map(discovery.is_countable, self.images)):
-            threading.Thread(target=count, name="count images", daemon=True).start()
-        try:
-            yield lambda: totals[0] if totals else None
-        finally:
-            # not joined: a folder on a slow disk may be being listed
-            stopped.set()
+        if self.video.sampling is not None or not all(map(discovery.is_countable, self.images)):
+            return None
+        return sum(map(self._count_records, self._list_items(Skipped())))
 
     def _list_items(self, skipped: Skipped) -> Iterator[InputImage]:
         videos = self.video.sampling is not None
@@ -167,13 +149,8 @@ class RunOptions:
     report: ReportOptions | None = None
     sheets: SheetBuilder | None = None
     formats: tuple[Format, ...] = ()
-    max_errors: ErrorLimit | None = None
+    max_errors: int | None = None
     log: Log = lambda _: None
-
-    def check_errors(self, summary: Summary) -> None:
-        """Raise StoppedEarly if too many images failed."""
-        if self.max_errors is not None:
-            self.max_errors.check(summary)
 
 
 @dataclass
@@ -183,14 +160,14 @@ class RunSetup:
     Attributes:
         options, inputs: of the call.
         model: the model; without sessions where shards open it.
-        sheets: the evidence sheets, and the sessions that have the outputs for them.
+        sheets: draws evidence sheets; None: none are drawn.
         inference: how images are classified.
-        formats, max_errors: see `RunOptions`.
+        formats: tables to write at the end.
         signer: signs records; None: no record is signed.
-        out: the run directory; None: to be chosen.
+        out: the run directory.
         upload_to: the URL to which it is uploaded when the run ends; None: nowhere.
         command: the call without options.
-        shards: the processes that share the images; None: this process classifies them.
+        devices: those of the shards, see `plan_shards`; None: this process classifies all images.
         runtime: the engines and devices in one line.
         interrupt: stops the run gracefully on request.
         images: the images to classify, which shards find anew.
@@ -199,15 +176,14 @@ class RunSetup:
     options: InferOptions
     inputs: Inputs
     model: LoadedModel
-    sheets: SheetSetup
+    sheets: SheetBuilder | None
     inference: InferenceOptions
     formats: tuple[Format, ...]
-    max_errors: ErrorLimit | None
     signer: Signer | None
-    out: Path | None
+    out: Path
     upload_to: str | None
     command: list[str]
-    shards: ShardPlan | None
+    devices: tuple[str, ...] | None
     runtime: str
     interrupt: Interrupt
     images: Iterator[InputImage]
@@ -228,7 +204,9 @@ class RunSetup:
             "decode": options.decode,
             "shard": options.shard,
             "recursive": options.recursive,
-            **self.sheets.config,
+            # only where it was given, so that other runs do not depend on it
+            **({"sheets": True} if self.sheets is not None else {}),
+            **({"slot_names": fingerprint_file(Path(options.slot_names))} if options.slot_names is not None else {}),
             **({"every": str(inputs.video.sampling)} if inputs.video.sampling is not None else {}),
             **({"sign": self.signer.fingerprint} if self.signer is not None else {}),
         }
@@ -245,8 +223,8 @@ class RunSetup:
     def run_options(self, out: Path) -> RunOptions:
         """Return what the run writes into its directory."""
         return RunOptions(
-            out, self.inference, self._plan_report() if self.options.explain else None, self.sheets.builder,
-            self.formats, self.max_errors, self.options.log,
+            out, self.inference, self._plan_report() if self.options.explain else None, self.sheets, self.formats,
+            self.options.max_errors, self.options.log,
         )  # fmt: skip
 
     def signer_of(self, directory: RunDirectory) -> Callable[[Record], Record] | None:
@@ -257,10 +235,8 @@ class RunSetup:
         """Sign run.json if asked to, and write summary.json; `stopped` is why the run ended early."""
         if self.signer is not None:
             directory.sign_config(summary, self.signer, complete=stopped is None)
-        context = {"model": self.model.fingerprint, "runtime": self.runtime}
-        if self.shards is not None:
-            context["shards"] = self.shards.summarize()
-        return directory.write_summary(summary, context | {"command": self._format_command()}, stopped)
+        context = {"model": self.model.fingerprint, "runtime": self.runtime, "command": self._format_command()}
+        return directory.write_summary(summary, context, stopped)
 
     def write_early_summary(self, directory: RunDirectory, summary: Summary, stopped: str) -> None:
         """Write summary.json of a run that ended early, if the disk has space for it, and upload what there is."""
@@ -277,7 +253,7 @@ class RunSetup:
     def remove_shards(self, directory: RunDirectory) -> None:
         """Remove the folders of shards, whose records and drawings have been joined in the run directory."""
         shutil.rmtree(directory.root / SHARDS, ignore_errors=True)
-        if self.shards is not None and self.upload_to is not None:
+        if self.devices is not None and self.upload_to is not None:
             remove_folder(f"{self.upload_to.rstrip('/')}/{SHARDS}")
 
     def return_finished(self, directory: RunDirectory) -> InferenceRun:
@@ -296,9 +272,9 @@ class RunSetup:
 
     def describe_run(self, directory: RunDirectory, summary: Summary, document: dict[str, Any]) -> InferenceRun:
         """Return a run that has just been completed, with what the command prints about it."""
-        lines = [*summary.describe(), *self.inputs.skipped.describe(), *self._describe_evidence()]
+        lines = [*summary.describe(), *self.inputs.skipped.describe()]
         files = [("Records", RESULTS), *(("Table", TABLES[kind]) for kind in self.formats)]
-        files += [("Sheets", SHEETS)] * (self.sheets.builder is not None) + [("Report", REPORT)] * self.options.explain
+        files += [("Sheets", SHEETS)] * (self.sheets is not None) + [("Report", REPORT)] * self.options.explain
         lines += [f"{title}: {directory.root}/{name}" for title, name in files]
         return InferenceRun(directory.root, document, tuple(lines))
 
@@ -306,22 +282,14 @@ class RunSetup:
         """Return how to resume the run: with the same command, unless that would begin a new run."""
         return f"the same command{' without --overwrite' if self.options.overwrite else ''} resumes"
 
-    def _describe_evidence(self) -> Iterator[str]:
-        """Yield lines on the measured quality of the model's evidence; none without `explain`."""
-        rows = list_evidence(self.model.path, self.model.metadata) if self.options.explain else ()
-        if rows:
-            yield "Evidence:"
-        for name, value in rows:
-            yield f"  {name + ':':<18}{value}"
-
     def _plan_report(self) -> ReportOptions:
         path, metadata = self.model.path, self.model.metadata
         # the report may be passed on, and its reader has the model elsewhere
         evidence = list_evidence(Path(path.name), metadata)
         facts = report_facts(path, metadata, self.runtime, self._format_command())
         return ReportOptions(
-            facts, evidence, metadata.effective_field, self.options.receptive_field,
-            report_title(self.inputs.images, path), frozenset(metadata.class_names),
+            facts, evidence, metadata.effective_field, report_title(self.inputs.images, path),
+            frozenset(metadata.class_names),
         )  # fmt: skip
 
     def _format_command(self) -> str:
@@ -336,24 +304,31 @@ def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, opti
     # everything is checked before the model is loaded
     inputs = Inputs.read(list(images), options)
     formats = check_formats(options.formats) if options.formats else ()
-    max_errors = None if options.max_errors is None else ErrorLimit.parse(str(options.max_errors))
     out, upload_to = _parse_out(options)
     signer = None if options.sign is None else Signer(options.sign, options.log)
-    shards = plan_shards(images, options, model_is_open=isinstance(model, LoadedModel))
+    devices = plan_shards(images, options, model_is_open=isinstance(model, LoadedModel))
     raise_pillow_limit(options.max_pixels)
 
-    loaded = _open_model(model, options, elsewhere=shards is not None)
+    loaded = (
+        model
+        if isinstance(model, LoadedModel)
+        else load_model(
+            None if model is None else Path(model), device=options.device, threads=options.threads,
+            cuda_graphs=options.cuda_graphs, expect_sha256=options.expect_sha256, runtime=options.runtime,
+            log=options.log, elsewhere=devices is not None,
+        )
+    )  # fmt: skip
     path, metadata = loaded.path, loaded.metadata
-    if shards is not None:
-        shards = replace(shards, model=path.resolve(), model_sha256=loaded.fingerprint["sha256"], upload_to=upload_to)
     check_model(
         path, metadata, explain=options.explain, boxed=inputs.boxes is not None, top=options.top, log=options.log
     )
     decision = Decision.of(options).resolve(path, metadata, options.log)
-    sheets = SheetSetup(None, None, loaded.sessions, {})
-    if options.sheets or options.heatmap or options.receptive_field or options.atlas or options.slot_names:
-        sheets = prepare_sheets(loaded, options, decision)
-    sessions = sheets.sessions
+    slot_names = None
+    if options.sheets or options.slot_names is not None:
+        check_exact_evidence(metadata, str(path))
+        slot_names = load_slot_names(metadata, None if options.slot_names is None else Path(options.slot_names))
+    sheets = SheetBuilder(metadata, SheetOptions(names=slot_names, decision=decision)) if options.sheets else None
+    sessions = loaded.sessions
     inference = InferenceOptions(
         batch=options.batch or (default_batch(sessions[0]) if sessions else 1),
         fixed_batch=True,
@@ -365,9 +340,9 @@ def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, opti
         top=options.top,
         decision=decision,
         model_sha256=loaded.fingerprint["sha256"],
-        slot_names=sheets.slot_names,
-        keep_images=options.explain or sheets.builder is not None,
-        keep_outputs=sheets.builder is not None,
+        slot_names=slot_names,
+        keep_images=options.explain or options.sheets,
+        keep_outputs=options.sheets,
     )
     if options.shard is not None:
         inputs = inputs.take_shard(parse_shard(options.shard), inference.batch)
@@ -376,18 +351,13 @@ def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, opti
     # raises if there is no image
     found = inputs.find_images()
     return RunSetup(
-        options, inputs, loaded, sheets, inference, formats, max_errors, signer, out, upload_to, command, shards,
-        runtime, options.interrupt or Interrupt(), found,
+        options, inputs, loaded, sheets, inference, formats, signer, out, upload_to, command, devices, runtime,
+        options.interrupt or Interrupt(), found,
     )  # fmt: skip
 
 
-def _parse_out(options: InferOptions) -> tuple[Path | None, str | None]:
-    """Return the run directory, None if none was given, and the URL to upload it to, which can be written to."""
-    if options.out is None:
-        for flag, value in (("--overwrite", options.overwrite), ("--shard", options.shard)):
-            if value:
-                raise UsageError(f"{flag} without --out: give the folder of the run")
-        return None, None
+def _parse_out(options: InferOptions) -> tuple[Path, str | None]:
+    """Return the run directory and the URL to upload it to, which can be written to."""
     out = os.fspath(options.out)
     upload_to = out if is_url(out) else None
     if upload_to is not None:
@@ -398,18 +368,3 @@ def _parse_out(options: InferOptions) -> tuple[Path | None, str | None]:
         return path, upload_to
     path = shard_dir(path, *parse_shard(options.shard))
     return path, upload_to and part_url(upload_to, path)
-
-
-def _open_model(model: StrPath | LoadedModel | None, options: InferOptions, *, elsewhere: bool) -> LoadedModel:
-    """Open a model, or only read its metadata if it is opened elsewhere."""
-    if isinstance(model, LoadedModel):
-        return model
-    path = None if model is None else Path(model)
-    if elsewhere:
-        return describe_model(
-            path, device=options.device, expect_sha256=options.expect_sha256, runtime=options.runtime, log=options.log
-        )
-    return load_model(
-        path, device=options.device, threads=options.threads, cuda_graphs=options.cuda_graphs,
-        expect_sha256=options.expect_sha256, runtime=options.runtime, log=options.log,
-    )  # fmt: skip

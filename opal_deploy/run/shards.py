@@ -24,6 +24,7 @@ from msgspec import structs
 from opal_deploy.artifact.files import read_json
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.logs import Log
+from opal_deploy.predict.setup import LoadedModel
 from opal_deploy.records.record import Answered, Record
 from opal_deploy.records.run_files import OVERLAYS, RESULTS, SHARDS, SHEETS, SUMMARY, overlay_name, sheet_name
 from opal_deploy.remote import download_folder
@@ -31,7 +32,7 @@ from opal_deploy.run.directory import RunConfig, inspect_run_dir
 from opal_deploy.run.interrupt import Interrupt
 from opal_deploy.run.options import InferOptions
 from opal_deploy.run.results import RecordWriter, read_records
-from opal_deploy.run.summary import ErrorLimit, Summary
+from opal_deploy.run.summary import Summary
 from opal_deploy.runtime.devices import available_cpus, default_workers, split_devices
 from opal_deploy.sources.discovery import STDIN
 from opal_deploy.timing import StageTime, StageTimer, StageTimes
@@ -95,79 +96,66 @@ def part_url(url: str, folder: Path) -> str:
 
 
 @dataclass
-class ShardPlan:
-    """The shards of a call.
+class ShardedRun:
+    """A run whose shards other processes run.
 
     Attributes:
         images, options: of the call.
+        model: the model, which the shards open.
+        out, config: the run directory, and the configuration of the run.
+        upload_to: URL of the run; where nodes share no storage, each uploads its shards there.
+        run_shard: runs a shard in its process, and returns whether it is complete; False: it was interrupted.
+        interrupt: stops the shards gracefully on request.
+        report: receives the number of records so far.
         devices: the device of each shard; set once a cluster's size is known.
         cpus: CPUs that each shard may keep busy.
-        model, model_sha256: the model's file and its hex digest.
-        upload_to: URL of the run; where nodes share no storage, each uploads its shards there.
         crashes: processes that ended.
     """
 
     images: list[str]
     options: InferOptions
-    devices: tuple[str, ...] = ()
-    cpus: int = 1
-    model: Path = Path()
-    model_sha256: str = ""
-    upload_to: str | None = None
-    crashes: int = 0
-
-    def summarize(self) -> dict[str, Any]:
-        """Return the entry of summary.json."""
-        return {"count": len(self.devices), "crashes": self.crashes}
-
-
-@dataclass(frozen=True)
-class ShardedRun:
-    """A run whose shards other processes run.
-
-    Attributes:
-        plan: the shards.
-        out, config: the run directory, and the configuration of the run.
-        run_shard: runs a shard in its process, and returns whether it is complete; False: it was interrupted.
-        interrupt: stops the shards gracefully on request.
-        report: receives the number of records so far.
-    """
-
-    plan: ShardPlan
+    model: LoadedModel
     out: Path
     config: RunConfig
+    upload_to: str | None
     run_shard: Callable[[ShardJob, Recovery], bool]
     interrupt: Interrupt
     report: Callable[[int], None]
+    devices: tuple[str, ...]
+    cpus: int = 1
+    crashes: int = 0
 
     @property
     def folders(self) -> list[Path]:
         """The run directories of the shards, in order."""
-        count = len(self.plan.devices)
+        count = len(self.devices)
         return [shard_dir(self.out, index, count) for index in range(1, count + 1)]
+
+    def summarize(self) -> dict[str, int]:
+        """Return the entry of summary.json."""
+        return {"count": len(self.devices), "crashes": self.crashes}
 
     def find_missing(self) -> list[ShardJob]:
         """Return the shards that are not complete; raise UsageError if one is of another run."""
-        plan, missing = self.plan, []
-        options, count = plan.options, len(plan.devices)
-        for index, (device, folder) in enumerate(zip(plan.devices, self.folders, strict=True), 1):
-            if plan.upload_to is not None and not folder.exists():
+        options, count, missing = self.options, len(self.devices), []
+        for index, (device, folder) in enumerate(zip(self.devices, self.folders, strict=True), 1):
+            if self.upload_to is not None and not folder.exists():
                 # it may have been run elsewhere
-                download_folder(part_url(plan.upload_to, folder), folder)
+                download_folder(part_url(self.upload_to, folder), folder)
             shard_config = {**self.config, "shard": f"{index}/{count}"}
             shard_config.pop("sign", None)
             if inspect_run_dir(folder, shard_config).state == "finished":
                 continue
             shard_options = replace(
                 options,
-                out=self.out if options.ray is None or plan.upload_to is None else plan.upload_to,
+                out=self.out.absolute() if options.ray is None or self.upload_to is None else self.upload_to,
                 shard=f"{index}/{count}", shards=None, ray=None, ray_cpus=None, device=device,
-                threads=max(1, options.threads // count) if options.threads else plan.cpus,
-                workers=max(1, options.workers // count) if options.workers else default_workers(plan.cpus),
-                expect_sha256=plan.model_sha256, sign=None, formats=(), overwrite=False,
+                threads=max(1, options.threads // count) if options.threads else self.cpus,
+                workers=max(1, options.workers // count) if options.workers else default_workers(self.cpus),
+                expect_sha256=self.model.fingerprint["sha256"], sign=None, formats=(), overwrite=False,
                 log=_ignore, progress=None, interrupt=None,
             )  # fmt: skip
-            missing.append(ShardJob(plan.images, plan.model, shard_options, folder))
+            missing.append(ShardJob(self.images, self.model.path.resolve(), shard_options, folder))
         return missing
 
 
@@ -194,16 +182,16 @@ class RecordCounter:
         return self._records
 
 
-def plan_shards(images: Sequence[str], options: InferOptions, *, model_is_open: bool) -> ShardPlan | None:
-    """Return the shards of a call; None if this process classifies all images.
+def plan_shards(images: Sequence[str], options: InferOptions, *, model_is_open: bool) -> tuple[str, ...] | None:
+    """Return the device of each shard of a call; None if this process classifies all images.
+
+    There is none yet on a cluster, whose size is not known.
 
     Raises:
         UsageError: options contradict each other, or an open model.
     """
     if options.ray is None and options.ray_cpus is not None:
-        raise UsageError(
-            "--ray-cpus without --ray: it is the size of a shard there; give --ray local, auto or HOST:PORT"
-        )
+        raise UsageError("--ray-cpus without --ray: it is the size of a shard there; give --ray auto or HOST:PORT")
     if options.ray is not None and options.device != "auto":
         raise UsageError(
             f"--device {options.device} with --ray: every shard has one GPU, or with --ray-cpus N that many CPUs; "
@@ -219,15 +207,14 @@ def plan_shards(images: Sequence[str], options: InferOptions, *, model_is_open: 
     if asked and model_is_open:
         raise UsageError("model: other processes open it; give the path of the model file")
     if options.ray is not None:
-        return ShardPlan(list(images), options)
+        return ()
     devices = split_devices(options.device)
     alone = options.shard is not None or model_is_open or STDIN in images
     count = 1 if alone else options.shards or len(devices)
     if count == 1:
         return None
     # GPUs in turn: of more processes than GPUs, several share one
-    names = tuple(devices[number % len(devices)] for number in range(count))
-    return ShardPlan(list(images), options, names, max(1, available_cpus() // count))
+    return tuple(devices[number % len(devices)] for number in range(count))
 
 
 def run_shards(launch: Callable[[ShardedRun], None], run: ShardedRun, timer: StageTimer) -> str:
@@ -242,7 +229,7 @@ def run_shards(launch: Callable[[ShardedRun], None], run: ShardedRun, timer: Sta
         StoppedEarly, UsageError: a shard raised it, and the others were stopped.
     """
     launch(run)
-    if run.plan.upload_to is not None and not run.interrupt.stopped:
+    if run.upload_to is not None and not run.interrupt.stopped:
         # downloads those that a cluster's nodes uploaded
         run.find_missing()
     runtimes: dict[str, None] = {}
@@ -252,13 +239,13 @@ def run_shards(launch: Callable[[ShardedRun], None], run: ShardedRun, timer: Sta
             runtimes[document["runtime"]] = None
             stages = tuple(StageTime(**row) for row in document["time"]["stages"])
             timer.add_times(StageTimes(stages, tuple(document["time"]["waits"].items())))
-    return f"{len(run.plan.devices)} shards: {'; '.join(runtimes)}"
+    return f"{len(run.devices)} shards: {'; '.join(runtimes)}"
 
 
 def run_here(run: ShardedRun) -> None:
     """Run the shards that are not complete as processes of this machine; see `run_shards`."""
-    plan = run.plan
-    plan.options.log(f"{len(plan.devices)} shards, each with {plan.cpus} of {available_cpus()} CPUs")
+    run.cpus = max(1, available_cpus() // len(run.devices))
+    run.options.log(f"{len(run.devices)} shards, each with {run.cpus} of {available_cpus()} CPUs")
     jobs = run.find_missing()
     if not jobs:
         return
@@ -266,7 +253,7 @@ def run_here(run: ShardedRun) -> None:
 
     def supervise(job: ShardJob) -> bool:
         try:
-            return supervise_shard(job, pool, run.run_shard, stopping, plan.options.log, plan)
+            return supervise_shard(job, pool, run.run_shard, stopping, run.options.log, run)
         except BaseException:
             stopping.set()
             raise
@@ -293,7 +280,7 @@ def supervise_shard(
     run_shard: Callable[[ShardJob, Recovery], bool],
     stopping: threading.Event,
     log: Log,
-    plan: ShardPlan | None = None,
+    run: ShardedRun | None = None,
 ) -> bool:
     """Run a shard in a process of a pool until it is complete, whatever ends the process; return False if stopped.
 
@@ -309,8 +296,8 @@ def supervise_shard(
         except WorkerCrashed as crash:
             if stopping.is_set():
                 break
-            if plan is not None:
-                plan.crashes += 1
+            if run is not None:
+                run.crashes += 1
             number = _read_note(note)
             if number is None:
                 unexplained += 1
@@ -339,12 +326,7 @@ def _read_note(note: Path | None) -> int | None:
     return number
 
 
-def join_shards(
-    run: ShardedRun,
-    summary: Summary,
-    max_errors: ErrorLimit | None = None,
-    sign: Callable[[Record], Record] | None = None,
-) -> None:
+def join_shards(run: ShardedRun, summary: Summary, sign: Callable[[Record], Record] | None = None) -> None:
     """Write the records of complete shards to the run directory in order, and move their drawings there.
 
     It begins anew after an interruption: a drawing may have been moved already.
@@ -352,7 +334,6 @@ def join_shards(
     Args:
         run: the shards, all of them complete.
         summary: counts the records.
-        max_errors: raise StoppedEarly if more images failed.
         sign: signs each record; None: none is signed.
 
     Raises:
@@ -372,8 +353,7 @@ def join_shards(
                 writer.write(*records)
                 records = []
         writer.write(*records)
-    if max_errors is not None:
-        max_errors.check(summary)
+    summary.check_errors(run.options.max_errors)
 
 
 def _move_record(record: Record, number: int, shard: Path, out: Path) -> Record:

@@ -8,15 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.errors import StoppedEarly
 from opal_deploy.logs import one_line
 from opal_deploy.records.names import share_folder
 from opal_deploy.records.record import Failed, Record
 from opal_deploy.records.signatures import SignatureDigest
 from opal_deploy.timing import StageTimer, StageTimes
 
-# a share of failed images says little below this number
-_MIN_IMAGES_FOR_PERCENT = 100
 # names kept as examples
 _MAX_EXAMPLES = 3
 
@@ -36,55 +34,38 @@ class Accuracy:
 
     Attributes:
         class_names: the model's.
-        correct, wrong: predictions that are the label, and others; refused ones count, too.
-        answered, answered_correct: predictions with status `ok`, which were not refused (abstained or unknown), and the
-            correct ones of these.
-        images, predicted: number of labelled images by class, and the classes that were predicted.
-        failed: images with a label that is a class, and no prediction.
-        unknown, unlabelled: images with a label that is not a class, and images without a label.
+        counts: number of images by what became of them, in the words of summary.json. `correct` and `wrong` count
+            predictions that were refused (abstained or unknown), too; `answered` and `answered_correct` do not.
         unused_rows: images that the file of labels names and the run lacks, without other shards' images.
     """
 
     class_names: frozenset[str]
-    correct: int = 0
-    wrong: int = 0
-    answered: int = 0
-    answered_correct: int = 0
-    failed: int = 0
-    images: Counter[str] = field(default_factory=Counter)
-    predicted: set[str] = field(default_factory=set)
-    unknown: int = 0
-    unlabelled: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     unused_rows: list[str] = field(default_factory=list)
 
     def count(self, record: Record) -> None:
         """Add one record."""
-        label = record.label
-        if not isinstance(record, Failed):
-            self.predicted.add(record.prediction.label)
-        if label is None:
-            self.unlabelled += 1
-        elif label not in self.class_names:
-            self.unknown += 1
+        if record.label is None:
+            self.counts["without_label"] += 1
+        elif record.label not in self.class_names:
+            self.counts["label_is_no_class"] += 1
         elif isinstance(record, Failed):
-            self.failed += 1
+            self.counts["failed"] += 1
         else:
-            is_correct = record.prediction.label == label
-            self.images[label] += 1
-            self.correct += is_correct
-            self.wrong += not is_correct
-            self.answered += record.status == "ok"
-            self.answered_correct += is_correct and record.status == "ok"
+            is_correct, is_answered = record.prediction.label == record.label, record.status == "ok"
+            self.counts["correct" if is_correct else "wrong"] += 1
+            self.counts["answered"] += is_answered
+            self.counts["answered_correct"] += is_correct and is_answered
 
     def describe(self) -> Iterator[str]:
         """Yield lines for a terminal."""
-        judged = self.correct + self.wrong
-        yield f"Accuracy: {_share(self.correct, judged)}"
-        if self.answered < judged:
-            answered = _share(self.answered_correct, self.answered)
-            yield f"  of those answered: {answered}; {judged - self.answered:,} were refused (abstained or unknown)"
-        counts = {"failed": self.failed, "have no label": self.unlabelled, "have a label of no class": self.unknown}
-        if left_out := [f"{count} {reason}" for reason, count in counts.items() if count]:
+        counts, judged = self.counts, self.counts["correct"] + self.counts["wrong"]
+        yield f"Accuracy: {_share(counts['correct'], judged)}"
+        if counts["answered"] < judged:
+            answered, refused = _share(counts["answered_correct"], counts["answered"]), judged - counts["answered"]
+            yield f"  of those answered: {answered}; {refused:,} were refused (abstained or unknown)"
+        reasons = {"failed": "failed", "without_label": "have no label", "label_is_no_class": "have no class's label"}
+        if left_out := [f"{counts[key]} {reason}" for key, reason in reasons.items() if counts[key]]:
             yield f"  images that are not counted: {', '.join(left_out)}"
         if self.unused_rows:
             rows = _name_first(len(self.unused_rows), self.unused_rows[:_MAX_EXAMPLES])
@@ -92,19 +73,10 @@ class Accuracy:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON value for summary.json."""
-        judged = self.correct + self.wrong
-        return {
-            "accuracy": self.correct / judged if judged else None,
-            "correct": self.correct,
-            "wrong": self.wrong,
-            "answered": self.answered,
-            "answered_correct": self.answered_correct,
-            "never_predicted": [name for name in self.images if name not in self.predicted],
-            "failed": self.failed,
-            "label_is_no_class": self.unknown,
-            "without_label": self.unlabelled,
-            "rows_without_image": len(self.unused_rows),
-        }
+        keys = ("correct", "wrong", "answered", "answered_correct", "failed", "label_is_no_class", "without_label")
+        judged = self.counts["correct"] + self.counts["wrong"]
+        accuracy = {"accuracy": self.counts["correct"] / judged if judged else None}
+        return accuracy | {key: self.counts[key] for key in keys} | {"rows_without_image": len(self.unused_rows)}
 
 
 @dataclass
@@ -121,6 +93,7 @@ class Summary:
         seconds: from the first image to the last record, since the run began or was resumed.
         seconds_to_first_record: until the first record was written; None before.
         times: seconds by stage; empty until the end.
+        shards: how many there were, and how many of their processes ended; None: one process did all.
         signatures: SHA-256 over the records' signatures, in order; not in summary.json but in run.json; None: no record
             is signed.
     """
@@ -136,6 +109,7 @@ class Summary:
     seconds: float = 0.0
     seconds_to_first_record: float | None = None
     times: StageTimes = field(default_factory=StageTimes)
+    shards: dict[str, int] | None = None
     signatures: SignatureDigest | None = None
 
     @property
@@ -167,6 +141,16 @@ class Summary:
                 self.drawing_errors[record.drawing_error.code] += 1
         if self.accuracy is not None:
             self.accuracy.count(record)
+
+    def check_errors(self, limit: int | None) -> None:
+        """Raise StoppedEarly if more images failed than `limit`; None: no limit."""
+        failed = self.statuses["error"]
+        if limit is not None and failed > limit:
+            code, count = self.errors.most_common(1)[0]
+            raise StoppedEarly(
+                f"{failed} of {self.total} images failed, more than --max-errors {limit}; most often {code} ({count}); "
+                "look at these images, or raise the limit"
+            )
 
     def end(self, timer: StageTimer, started: float) -> Self:
         """Note the times of a run that ended, and began at `started` of `time.perf_counter`; return the summary."""
@@ -201,39 +185,5 @@ class Summary:
             "seconds_to_first_record": self.seconds_to_first_record,
             "images_per_second": self.images_per_second,
             "time": self.times.to_dict(),
+            **({"shards": self.shards} if self.shards is not None else {}),
         }
-
-
-@dataclass(frozen=True)
-class ErrorLimit:
-    """The number of failed images that ends a run: a count, or a percentage of all, checked from 100 images on."""
-
-    number: float
-    percent: bool = False
-
-    @staticmethod
-    def parse(text: str) -> ErrorLimit:
-        """Return the limit that `20` or `2.5%` stands for; raise UsageError for anything else."""
-        percent = text.endswith("%")
-        try:
-            number = float(text[:-1]) if percent else int(text)
-        except ValueError:
-            number = -1.0
-        if not 0 <= number <= (100 if percent else float("inf")):
-            raise UsageError(f"--max-errors {text!r}: expected a number of images, or a share such as 5%")
-        return ErrorLimit(number, percent)
-
-    def check(self, summary: Summary) -> None:
-        """Raise StoppedEarly if more images failed."""
-        failed, total = summary.statuses["error"], summary.total
-        limit = self.number * total / 100 if self.percent else self.number
-        if failed <= limit or (self.percent and total < _MIN_IMAGES_FOR_PERCENT):
-            return
-        code, count = summary.errors.most_common(1)[0]
-        raise StoppedEarly(
-            f"{failed} of {total} images failed, more than --max-errors {self}; most often {code} ({count}); "
-            "look at these images, or raise the limit"
-        )
-
-    def __str__(self) -> str:
-        return f"{self.number:g}%" if self.percent else f"{self.number:g}"

@@ -26,7 +26,7 @@ from opal_deploy.preprocess.decode import parse_decoding
 from opal_deploy.records.decision import Decision
 from opal_deploy.records.record import Record
 from opal_deploy.records.signatures import Signer
-from opal_deploy.run.drawing import DrawingPool, DrawTask
+from opal_deploy.run.drawing import DrawingPool
 from opal_deploy.run.sheets import SheetBuilder, SheetOptions
 from opal_deploy.runtime.devices import default_batch, default_workers
 from opal_deploy.runtime.session import Session
@@ -195,7 +195,7 @@ class ServerState:
         blank = InputImage(None, stream.getvalue())
         for future in service.submit_requests([blank] * min(inference.workers, service.capacity)):
             future.result()
-        drawings = DrawingPool(DrawTask(sheets=sheets), inference, service.processes, timer)
+        drawings = DrawingPool(sheets, inference, service.processes, timer)
         model = ServedModel(name, path, sessions[0], inference, service, drawings, signer)
         self.models.append(model)
         metrics.images_in_flight.labels(name).set_function(lambda: service.in_flight)

@@ -53,12 +53,7 @@ def test_it_writes_what_the_command_writes_also_after_an_interruption(folder, ex
     run = call()
     assert read_run(folder / "out") == expected
     assert run.counts == {"error": 1, "ok": 12}
-    assert (run.records, run.report, run.sheets) == (
-        Path("out/results.jsonl"),
-        Path("out/report.html"),
-        Path("out/sheets"),
-    )
-    assert run.tables == (Path("out/results.csv"),)
+    assert (run.records, run.report) == (Path("out/results.jsonl"), Path("out/report.html"))
     assert run.accuracy is None
     assert run.summary == call().summary
     assert "this run is finished" in lines[-1]

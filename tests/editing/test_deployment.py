@@ -13,18 +13,8 @@ def images(make_pictures, tmp_path_factory):
     return make_pictures(tmp_path_factory.mktemp("images"), 4)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        ("--explain", "--sheets"),
-        ("--processes", "2"),
-        pytest.param(("--ray", "local", "--ray-cpus", "1"), marks=pytest.mark.slow),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("how", [("--explain", "--sheets"), ("--processes", "2")], ids=" ".join)
 def test_infer_records_the_slots_that_are_left(edited_model, images, tmp_path, opal, how):
-    if "--ray" in how:
-        pytest.importorskip("ray")
     done = opal("infer", images[0].parent, "--model", edited_model, "--out", tmp_path / "run", *how)
     assert done.returncode == 0, done.stderr
     records = read_results(tmp_path / "run")

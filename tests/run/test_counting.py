@@ -1,10 +1,9 @@
-"""The images of a call: their number, known while they are classified, and the shards of their list."""
+"""The images of a call: their number, and the shards of their list."""
 
 import io
 import itertools
 import os
 import tarfile
-import threading
 import zipfile
 from pathlib import Path
 
@@ -35,21 +34,13 @@ def find(inputs):
     return [(image.index, image.name) for image in inputs.find_images()]
 
 
-def count(inputs):
-    with inputs.counting() as total:
-        threads = [thread for thread in threading.enumerate() if thread.name == "count images"]
-        for thread in threads:
-            thread.join()
-        return total()
-
-
 INPUTS = [["in"], ["in", "more/f.jpg", "gone.jpg", "empty"], ["in/*"], ["in/**/*.jpg"], ["z.zip"], ["@list.txt"]]
 
 
 @pytest.mark.parametrize("images", INPUTS)
 def test_as_many_are_counted_as_are_found(images):
     for recursive in (True, False):
-        assert count(Inputs(images, recursive)) == len(find(Inputs(images, recursive)))
+        assert Inputs(images, recursive).count() == len(find(Inputs(images, recursive)))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +48,7 @@ def test_as_many_are_counted_as_are_found(images):
 )
 def test_what_would_have_to_be_read_or_waited_for_is_not_counted(text):
     Path("tars.txt").write_text("t.tar.gz\n")
-    assert count(Inputs(["in", text])) is None
+    assert Inputs(["in", text]).count() is None
 
 
 @pytest.mark.parametrize(("batch", "sizes"), [(1, [3, 3, 1]), (2, [4, 3, 0]), (16, [7, 0, 0])])

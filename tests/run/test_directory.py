@@ -1,7 +1,6 @@
 """Whose a folder is: a run goes on where it ended, and two runs never mix."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -107,18 +106,6 @@ def test_overwriting_clears_an_earlier_runs_files_and_no_others(tmp_path):
     (tmp_path / ".results.parquet.abc.part.parquet").write_text("half")
     assert look(tmp_path, overwrite=True, top=5).state == "new"
     assert [p.name for p in tmp_path.rglob("*")] == ["mine.txt"]
-
-
-def test_the_default_folder_is_the_latest_unfinished_one_of_its_run_or_the_first_free_one(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "explanations-2").mkdir()
-    assert [str(begin(None)), str(begin(None, top=9))] == ["explanations", "explanations-3"]
-    begin(Path("explanations-10"))
-    begin(Path("explanations-11"), top=9)
-    begin(Path("explanations-old"))
-    begin(Path("explanations-12"), finish=True)
-    assert str(look(None).root) == "explanations-10"
-    assert str(look(None, top=8).root) == "explanations-4"
 
 
 def test_a_second_run_in_the_same_place_is_refused_until_the_first_ends(tmp_path):
