@@ -311,7 +311,7 @@ class Explanations(list[Explanation]):
         """
         from opal_deploy.records.run_files import REPORT, RESULTS, RUN
         from opal_deploy.run import drawing
-        from opal_deploy.run.results import RecordWriter
+        from opal_deploy.run.directory import RecordWriter
 
         out = Path(folder)
         if out.suffix in (".html", ".htm"):

@@ -115,12 +115,7 @@ def check_model(path: Path, metadata: Metadata, *, explain: bool, boxed: bool, t
         )
     if metadata.evidence == "map" and explain:
         log("This model averages over cells: no single cell is its evidence, so overlays show no boxes")
-    hint = ""
-    if metadata.crop == "boxes" and not boxed:
-        from opal_deploy.datasets.boxes import format_box_option
-
-        hint = format_box_option(metadata.training, path)
-    log_cautions(metadata, boxed=boxed, crop_hint=hint, log=log)
+    log_cautions(metadata, boxed=boxed, crop_hint="--boxes FILE", log=log)
 
 
 def log_cautions(metadata: Metadata, *, boxed: bool, crop_hint: str, log: Log = log_line) -> None:

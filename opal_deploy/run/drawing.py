@@ -268,11 +268,10 @@ def report_title(inputs: Sequence[str], model: Path) -> str:
 
 def report_facts(path: Path, metadata: Metadata, runtime: str, command: str) -> tuple[Fact, ...]:
     """Return the (name, value) pairs at the head of the report."""
-    head = [
-        ("Model", f"{path.name}: {metadata.backbone}, {metadata.num_classes} classes, "
-         f"{metadata.describe_head()}"),
-        ("Runtime", runtime),
-    ]  # fmt: skip
+    head = [("Model", f"{path.name}: {metadata.backbone}, {metadata.num_classes} classes, {metadata.describe_head()}")]
+    # shards open the model elsewhere
+    if runtime:
+        head.append(("Runtime", runtime))
     if metadata.file_sha256.strip("0"):
         head.append(("Model digest", metadata.file_sha256))
     if metadata.source.get("sha256"):

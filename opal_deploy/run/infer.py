@@ -28,11 +28,18 @@ from opal_deploy.predict.setup import LoadedModel
 from opal_deploy.records.record import Record
 from opal_deploy.records.run_files import RESULTS
 from opal_deploy.records.tables import open_table
-from opal_deploy.run.directory import InferenceRun, RunDirectory, acquire_run_dir
+from opal_deploy.run.directory import (
+    InferenceRun,
+    RecordWriter,
+    RunDirectory,
+    acquire_run_dir,
+    has_drawings,
+    load_resume_point,
+    read_records,
+)
 from opal_deploy.run.drawing import Drawer, Thumbnails, open_report, prepare_folders
 from opal_deploy.run.interrupt import Interrupt, handle_signals
 from opal_deploy.run.options import InferOptions
-from opal_deploy.run.results import RecordWriter, has_drawings, load_resume_point, read_records
 from opal_deploy.run.setup import RunOptions, RunSetup, prepare_run
 from opal_deploy.run.shards import Recovery, ShardedRun, ShardJob, join_shards, run_here, run_shards
 from opal_deploy.run.summary import Accuracy, Summary
@@ -53,8 +60,8 @@ def infer(
 
     `recovery` is given to a shard whose process is supervised.
     """
-    setup = prepare_run(images, model, options)
-    with acquire_run_dir(setup.out, setup.config, overwrite=options.overwrite) as directory:
+    setup, interrupt = prepare_run(images, model, options), options.interrupt or Interrupt()
+    with acquire_run_dir(setup.run.out, setup.config, overwrite=options.overwrite) as directory:
         if directory.state == "finished":
             return setup.return_finished(directory)
         summary, timer, started = Summary(), StageTimer(), time.perf_counter()
@@ -62,8 +69,8 @@ def infer(
             summary.accuracy = Accuracy(frozenset(setup.model.metadata.class_names))
         directory.write_config(setup.layout)
         try:
-            with setup.interrupt.running(), fewer_collections():
-                _run(setup, directory, summary, timer, recovery)
+            with interrupt.running(), fewer_collections():
+                _run(setup, directory, summary, timer, interrupt, recovery)
             document = setup.write_summary(directory, summary.end(timer, started))
             setup.upload(directory)
         except KeyboardInterrupt:
@@ -78,21 +85,24 @@ def infer(
 
 
 def _run(
-    setup: RunSetup, directory: RunDirectory, summary: Summary, timer: StageTimer, recovery: Recovery | None
+    setup: RunSetup,
+    directory: RunDirectory,
+    summary: Summary,
+    timer: StageTimer,
+    interrupt: Interrupt,
+    recovery: Recovery | None,
 ) -> None:
     """Write all records, here or by shards, and then tables and report; raise KeyboardInterrupt if it was stopped."""
-    interrupt, sign, out = setup.interrupt, setup.signer_of(directory), directory.root
+    options, sign = setup.run, setup.signer_of(directory)
     progress = as_progress(setup.options.progress)
-    thumbnails: Thumbnails = {}
-
     total = setup.inputs.count() if setup.options.progress else None
 
     def report(records: int) -> None:
         failed = summary.statuses["error"]
         progress(records, total, f"{failed} failed" if failed else "")
 
+    thumbnails: Thumbnails = {}
     if setup.devices is None:
-        options = setup.run_options(out)
         doing = "Explaining" if options.report is not None else "Classifying"
         options.log(f"{doing} with {setup.model.path} in {setup.runtime}, batches of {options.inference.batch}")
         thumbnails = write_records(
@@ -104,14 +114,13 @@ def _run(
         if setup.options.ray is not None:
             from opal_deploy.run.ray_tasks import run_on_ray as launch
         run = ShardedRun(
-            setup.inputs.images, setup.options, setup.model, out, setup.config, setup.upload_to, run_shard,
+            setup.inputs.images, setup.options, setup.model, options.out, setup.config, setup.upload_to, run_shard,
             interrupt, report, setup.devices,
         )  # fmt: skip
         try:
             setup.runtime = run_shards(launch, run, timer)
         finally:
             summary.shards = run.summarize()
-        options = setup.run_options(out)
         if not interrupt.stopped:
             join_shards(run, summary, sign)
     if interrupt.stopped:

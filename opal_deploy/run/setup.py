@@ -28,11 +28,9 @@ from opal_deploy.records.run_files import REPORT, RESULTS, SHARDS, SHEETS, SUMMA
 from opal_deploy.records.signatures import Signer
 from opal_deploy.records.tables import TABLES, Format, check_formats, write_table
 from opal_deploy.remote import check_output, is_url, redact, remove_folder, upload_folder
-from opal_deploy.run.directory import IMAGES, InferenceRun, RunDirectory
+from opal_deploy.run.directory import IMAGES, InferenceRun, RunDirectory, read_records
 from opal_deploy.run.drawing import ReportOptions, list_evidence, report_facts, report_title
-from opal_deploy.run.interrupt import Interrupt
 from opal_deploy.run.options import InferOptions
-from opal_deploy.run.results import read_records
 from opal_deploy.run.shards import parse_shard, part_url, plan_shards, shard_dir
 from opal_deploy.run.sheets import SheetBuilder, SheetOptions, check_exact_evidence, load_slot_names
 from opal_deploy.run.summary import Summary
@@ -135,7 +133,7 @@ class RunOptions:
     """The files that a run writes, and when it ends.
 
     Attributes:
-        out: the run directory, which exists.
+        out: the run directory.
         inference: how images are classified; `keep_images` and `keep_outputs` where they are drawn.
         report: draw an overlay per image and write report.html; None: neither.
         sheets: draw an evidence sheet per image; None: none.
@@ -160,32 +158,24 @@ class RunSetup:
     Attributes:
         options, inputs: of the call.
         model: the model; without sessions where shards open it.
-        sheets: draws evidence sheets; None: none are drawn.
-        inference: how images are classified.
-        formats: tables to write at the end.
+        run: the files that the run writes; the report without the engines of shards.
         signer: signs records; None: no record is signed.
-        out: the run directory.
-        upload_to: the URL to which it is uploaded when the run ends; None: nowhere.
-        command: the call without options.
+        upload_to: the URL to which the run directory is uploaded when the run ends; None: nowhere.
+        command: the call as others may read it.
         devices: those of the shards, see `plan_shards`; None: this process classifies all images.
         runtime: the engines and devices in one line.
-        interrupt: stops the run gracefully on request.
         images: the images to classify, which shards find anew.
     """
 
     options: InferOptions
     inputs: Inputs
     model: LoadedModel
-    sheets: SheetBuilder | None
-    inference: InferenceOptions
-    formats: tuple[Format, ...]
+    run: RunOptions
     signer: Signer | None
-    out: Path
     upload_to: str | None
-    command: list[str]
+    command: str
     devices: tuple[str, ...] | None
     runtime: str
-    interrupt: Interrupt
     images: Iterator[InputImage]
 
     @property
@@ -198,14 +188,14 @@ class RunSetup:
             "explain": options.explain,
             "boxes": None if inputs.boxes is None else inputs.boxes.identity,
             "labels": None if inputs.labels is None else inputs.labels.identity,
-            **self.inference.decision.limits,
+            **self.run.inference.decision.limits,
             "top": options.top,
             "max_pixels": options.max_pixels,
             "decode": options.decode,
             "shard": options.shard,
             "recursive": options.recursive,
             # only where it was given, so that other runs do not depend on it
-            **({"sheets": True} if self.sheets is not None else {}),
+            **({"sheets": True} if options.sheets else {}),
             **({"slot_names": fingerprint_file(Path(options.slot_names))} if options.slot_names is not None else {}),
             **({"every": str(inputs.video.sampling)} if inputs.video.sampling is not None else {}),
             **({"sign": self.signer.fingerprint} if self.signer is not None else {}),
@@ -220,13 +210,6 @@ class RunSetup:
         layout = {"slots": metadata.prototypes_per_class, "grid": list(metadata.grid)}
         return {"layout": layout | {"classes": metadata.num_classes, "dropped": list(metadata.dropped)}}
 
-    def run_options(self, out: Path) -> RunOptions:
-        """Return what the run writes into its directory."""
-        return RunOptions(
-            out, self.inference, self._plan_report() if self.options.explain else None, self.sheets, self.formats,
-            self.options.max_errors, self.options.log,
-        )  # fmt: skip
-
     def signer_of(self, directory: RunDirectory) -> Callable[[Record], Record] | None:
         """Return what signs the run's records; None: none is signed."""
         return None if self.signer is None else partial(self.signer.sign, run=directory.run_id)
@@ -235,7 +218,7 @@ class RunSetup:
         """Sign run.json if asked to, and write summary.json; `stopped` is why the run ended early."""
         if self.signer is not None:
             directory.sign_config(summary, self.signer, complete=stopped is None)
-        context = {"model": self.model.fingerprint, "runtime": self.runtime, "command": self._format_command()}
+        context = {"model": self.model.fingerprint, "runtime": self.runtime, "command": self.command}
         return directory.write_summary(summary, context, stopped)
 
     def write_early_summary(self, directory: RunDirectory, summary: Summary, stopped: str) -> None:
@@ -263,7 +246,7 @@ class RunSetup:
             f"{root}: this run is finished ({document['images']} images, ended {document['ended']}); --overwrite "
             "computes it again"
         )
-        for kind in self.formats:
+        for kind in self.run.formats:
             if not (root / TABLES[kind]).exists():
                 write_table(read_records(root / RESULTS), root, kind)
                 log(f"Table: {root}/{TABLES[kind]}")
@@ -273,30 +256,14 @@ class RunSetup:
     def describe_run(self, directory: RunDirectory, summary: Summary, document: dict[str, Any]) -> InferenceRun:
         """Return a run that has just been completed, with what the command prints about it."""
         lines = [*summary.describe(), *self.inputs.skipped.describe()]
-        files = [("Records", RESULTS), *(("Table", TABLES[kind]) for kind in self.formats)]
-        files += [("Sheets", SHEETS)] * (self.sheets is not None) + [("Report", REPORT)] * self.options.explain
+        files = [("Records", RESULTS), *(("Table", TABLES[kind]) for kind in self.run.formats)]
+        files += [("Sheets", SHEETS)] * self.options.sheets + [("Report", REPORT)] * self.options.explain
         lines += [f"{title}: {directory.root}/{name}" for title, name in files]
         return InferenceRun(directory.root, document, tuple(lines))
 
     def resume_hint(self) -> str:
         """Return how to resume the run: with the same command, unless that would begin a new run."""
         return f"the same command{' without --overwrite' if self.options.overwrite else ''} resumes"
-
-    def _plan_report(self) -> ReportOptions:
-        path, metadata = self.model.path, self.model.metadata
-        # the report may be passed on, and its reader has the model elsewhere
-        evidence = list_evidence(Path(path.name), metadata)
-        facts = report_facts(path, metadata, self.runtime, self._format_command())
-        return ReportOptions(
-            facts, evidence, metadata.effective_field, report_title(self.inputs.images, path),
-            frozenset(metadata.class_names),
-        )  # fmt: skip
-
-    def _format_command(self) -> str:
-        """Return the shell command of this run for others to read: absolute paths without their folders."""
-        arguments = [*self.command, *to_arguments(self.options)]
-        names = [Path(argument).name if os.path.isabs(argument) else argument for argument in arguments]
-        return redact(shlex.join(names))
 
 
 def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, options: InferOptions) -> RunSetup:
@@ -346,14 +313,21 @@ def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, opti
     )
     if options.shard is not None:
         inputs = inputs.take_shard(parse_shard(options.shard), inference.batch)
-    command = ["opal-deploy", "infer", *images, *(["--model", str(path)] if model else [])]
+    arguments = [*images, *(["--model", str(path)] if model else []), *to_arguments(options)]
+    # others may read it, and need not know the folders
+    names = [Path(argument).name if os.path.isabs(argument) else argument for argument in arguments]
+    command = redact(shlex.join(["opal-deploy", "infer", *names]))
     runtime = "; ".join(session.description for session in sessions)
+    report = None
+    if options.explain:
+        report = ReportOptions(
+            report_facts(path, metadata, runtime, command), list_evidence(Path(path.name), metadata),
+            metadata.effective_field, report_title(inputs.images, path), frozenset(metadata.class_names),
+        )  # fmt: skip
+    run = RunOptions(out, inference, report, sheets, formats, options.max_errors, options.log)
     # raises if there is no image
     found = inputs.find_images()
-    return RunSetup(
-        options, inputs, loaded, sheets, inference, formats, signer, out, upload_to, command, devices, runtime,
-        options.interrupt or Interrupt(), found,
-    )  # fmt: skip
+    return RunSetup(options, inputs, loaded, run, signer, upload_to, command, devices, runtime, found)
 
 
 def _parse_out(options: InferOptions) -> tuple[Path, str | None]:

@@ -17,9 +17,9 @@ from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.records.build import Place, error_record
 from opal_deploy.records.lines import to_document, to_json_line
 from opal_deploy.records.names import unescape_name
-from opal_deploy.run import results
+from opal_deploy.run import directory
+from opal_deploy.run.directory import RecordWriter, ResumePoint, load_resume_point
 from opal_deploy.run.drawing import ReportOptions
-from opal_deploy.run.results import RecordWriter, ResumePoint, load_resume_point
 from opal_deploy.run.setup import RunOptions
 from opal_deploy.sources.discovery import discover
 from opal_deploy.sources.image import InputImage
@@ -120,8 +120,8 @@ def test_appending_cuts_off_what_is_not_kept(tmp_path):
 
 def test_records_are_handed_to_the_disk_every_few_seconds_and_at_the_end(tmp_path, monkeypatch):
     now, synced = [0.0], []
-    monkeypatch.setattr(results.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(results.os, "fsync", lambda _: synced.append(now[0]))
+    monkeypatch.setattr(directory.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(directory.os, "fsync", lambda _: synced.append(now[0]))
     with RecordWriter(tmp_path / "r.jsonl") as writer:
         for second in range(12):
             now[0] = float(second)
@@ -133,7 +133,7 @@ def test_a_disk_that_loses_what_it_was_given_stops_the_run(tmp_path, monkeypatch
     def lost(_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(results.os, "fsync", lost)
+    monkeypatch.setattr(directory.os, "fsync", lost)
     with pytest.raises(StoppedEarly, match="Input/output error"), RecordWriter(tmp_path / "r.jsonl") as writer:
         writer.write(RECORD)
 
