@@ -274,14 +274,8 @@ def report_facts(path: Path, metadata: Metadata, runtime: str, command: str) -> 
         head.append(("Runtime", runtime))
     if metadata.file_sha256.strip("0"):
         head.append(("Model digest", metadata.file_sha256))
-    if metadata.source.get("sha256"):
-        head.append(("Checkpoint", f"{metadata.source.get('file')}, sha256 {metadata.source['sha256']}"))
     if metadata.unverified:
         head.append(("Not verified", metadata.unverified))
-    if metadata.verification.get("reference"):
-        head.append(
-            ("Verified", f"against {metadata.verification['reference']} on {metadata.verification.get('image_set')}")
-        )
     return (*head, ("Command", command))
 
 

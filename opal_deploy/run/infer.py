@@ -41,7 +41,7 @@ from opal_deploy.run.drawing import Drawer, Thumbnails, open_report, prepare_fol
 from opal_deploy.run.interrupt import Interrupt, handle_signals
 from opal_deploy.run.options import InferOptions
 from opal_deploy.run.setup import RunOptions, RunSetup, prepare_run
-from opal_deploy.run.shards import Recovery, ShardedRun, ShardJob, join_shards, run_here, run_shards
+from opal_deploy.run.shards import ALONE, Recovery, ShardedRun, ShardJob, join_shards, run_here, run_shards
 from opal_deploy.run.summary import Accuracy, Summary
 from opal_deploy.runtime.session import Session
 from opal_deploy.sources.image import InputImage
@@ -95,7 +95,8 @@ def _run(
     """Write all records, here or by shards, and then tables and report; raise KeyboardInterrupt if it was stopped."""
     options, sign = setup.run, setup.signer_of(directory)
     progress = as_progress(setup.options.progress)
-    total = setup.inputs.count() if setup.options.progress else None
+    # a supervised shard shows no progress
+    total = setup.inputs.count() if setup.options.progress and recovery is None else None
 
     def report(records: int) -> None:
         failed = summary.statuses["error"]
@@ -138,7 +139,7 @@ def run_shard(job: ShardJob, recovery: Recovery) -> bool:
 
     def stop_after(done: int, total: int | None, note: str) -> None:
         begun.append(done)
-        if recovery.note is not None and done - begun[0] >= recovery.alone:
+        if recovery.note is not None and done - begun[0] >= ALONE:
             interrupt.requested = True
 
     with handle_signals(lambda _: None) as interrupt:

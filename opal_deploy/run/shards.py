@@ -38,7 +38,7 @@ from opal_deploy.timing import StageTime, StageTimer, StageTimes
 from opal_deploy.worker_pool import WorkerCrashed, WorkerPool
 
 # crashes until images are predicted one at a time, and how many of them are
-_CRASHES_IN_BATCHES, _ALONE = 2, 128
+_CRASHES_IN_BATCHES, ALONE = 2, 128
 # the run ends after so many crashes that no image explains, or images that end a shard's process
 _MAX_UNEXPLAINED, _MAX_CRASHED = 5, 20
 # records that are joined at a time
@@ -52,13 +52,12 @@ class Recovery:
 
     Attributes:
         crashed: how it ended, completing "it ...", by the numbers of images that ended it, which get error records.
-        note: file that receives the number of each image before it begins; then images are predicted one at a time.
-        alone: number of images after which the shard returns, if `note` is given.
+        note: file that receives the number of each image before it begins; then images are predicted one at a time,
+            and the shard returns after `ALONE` of them.
     """
 
     crashed: Mapping[int, str] = field(default_factory=dict)
     note: Path | None = None
-    alone: int = _ALONE
 
 
 @dataclass(frozen=True)

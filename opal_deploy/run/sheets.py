@@ -102,13 +102,8 @@ def get_image(prepared: Prepared) -> Image.Image:
 
 def check_exact_evidence(metadata: Metadata, model: str) -> None:
     """Raise UsageError unless the model's evidence is single cells; messages call the model `model`."""
-    if metadata.evidence == "map":
-        raise UsageError(f"{model}: it averages over cells, so no single cell is its evidence; expected max pooling")
-    if metadata.evidence == "none":
-        raise UsageError(
-            f"{model}: it has no anchors, so a dense layer mixes all channels and no evidence can be shown; "
-            "train the OPAL head"
-        )
+    if metadata.evidence in ("map", "none"):
+        raise UsageError(f"{model}: no single cell is its evidence; expected a head with anchors and max pooling")
 
 
 def check_effective_field(metadata: Metadata, model: str) -> None:
