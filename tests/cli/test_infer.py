@@ -112,7 +112,7 @@ def test_shards_and_boxes_choose_parts_of_the_whole(infer, pictures, tmp_path):
         (["in", "--device", "tpu"], "device 'tpu': expected auto, cpu, cuda, cuda:N, or numbers such as 0 or 0,1"),
         (["in", "--labels", "none.csv"], "--labels none.csv: cannot be read"),
         (["in", "--format", "xml"], "--format 'xml': expected parquet or csv; results.jsonl is always written"),
-        (["in", "--max-errors", "5%"], "invalid value for '--max-errors': '5%' is not a valid integer"),
+        (["in", "--max-errors", "5%"], "invalid value for '--max-errors': '5%': input should be a valid integer"),
         (["in", "--decode", "slow"], "invalid value for '--decode': 'slow' is not one of 'default', 'exact', 'fast'"),
         ([os.fsdecode(b"a\nb\x1b(B\xff")], "a\\nb\\x1b(B\\udcff: no such file"),
     ],
