@@ -300,3 +300,9 @@ def download_folder(url: str, local: Path) -> None:
                 shutil.copyfileobj(stream, target)
     except (ImageError, OSError) as error:
         raise StoppedEarly(f"{redact(url)}: cannot be read: {error}") from None
+
+
+def remove_folder(url: str) -> None:
+    """Remove a folder of a bucket; it stays where permission to write does not include that."""
+    with suppress(ImageError, FileNotFoundError), storage_errors():
+        _open_filesystem(url).rm(url, recursive=True)

@@ -33,7 +33,6 @@ T = TypeVar("T")
 
 # from its start until it takes calls: a loaded machine, or one that reads packages over a network, takes its time
 _START_SECONDS = 120.0
-_START_ATTEMPTS = 3
 _EXIT_SECONDS = 2.0
 # the libraries of a worker need one thread each
 _ENVIRONMENT = dict.fromkeys(["OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"], "1")
@@ -178,17 +177,13 @@ class _Process:
 
 
 def _start_process(files: Sequence[int]) -> _Process:
-    """Start a process; a system short of memory may need several attempts. Raises StoppedEarly."""
-    for attempt in range(_START_ATTEMPTS):
-        try:
-            return _Process(files)
-        except (OSError, MemoryError) as error:
-            if attempt + 1 == _START_ATTEMPTS:
-                reason = getattr(error, "strerror", None) or str(error)
-                raise StoppedEarly(
-                    f"a worker process cannot be started: {reason}; --no-isolate needs no worker processes"
-                ) from None
-    raise AssertionError("unreachable")
+    try:
+        return _Process(files)
+    except (OSError, MemoryError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise StoppedEarly(
+            f"a worker process cannot be started: {reason}; --no-isolate needs no worker processes"
+        ) from None
 
 
 def main() -> None:

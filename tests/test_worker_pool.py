@@ -117,21 +117,6 @@ def test_closing_ends_what_a_process_started():
     wait_until(lambda: ended(pid))
 
 
-@pytest.mark.parametrize("deaths", [2, 3])
-def test_a_process_that_dies_while_it_starts_is_started_again_up_to_a_bound(tmp_path, monkeypatch, deaths):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, pathlib, signal\nfile = pathlib.Path(__file__).with_name('deaths')\nleft = int(file.read_text())\n"
-        "file.write_text(str(left - 1))\nif left > 0: os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    (tmp_path / "deaths").write_text(str(deaths))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    with WorkerPool(1) as pool:
-        if deaths == 3:
-            with pytest.raises(StoppedEarly, match="SIGKILL"):
-                pool.call(abs, -1)
-        assert pool.call(abs, -1) == 1
-
-
 @pytest.mark.parametrize(
     ("attribute", "value", "reason"),
     [

@@ -26,7 +26,7 @@ from opal_deploy.records.decision import Decision
 from opal_deploy.records.record import Failed
 from opal_deploy.records.run_files import overlay_name
 from opal_deploy.run import sheets
-from opal_deploy.run.inputs import ImageCounter
+from opal_deploy.run.setup import Inputs
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.sources import discovery
 from opal_deploy.sources.annotations import annotate, read_boxes, read_labels
@@ -73,19 +73,19 @@ def write_sheets(images: Sequence[str], model: StrPath | None, options: ExplainO
     documents: list[dict[str, Any]] = []
     failed = 0
     progress = as_progress(options.progress)
-    with ImageCounter(images, boxes=crops) as counter:
-        for index, result in enumerate(predict_stream(found, sessions, inference)):
-            name = result.prepared.input.name
-            try:
-                path = output.name_sheet(index, name)
-                output.check(path, name)
-                documents.append({**_write_sheet(result, builder, path, options), "sheet": path.as_posix()})
-            except ImageError as error:
-                if output.single:
-                    raise
-                failed += 1
-                options.log(one_line(f"{name}: {error.code}: {error}"))
-            progress(index + 1, counter.total, "")
+    total = Inputs(images, boxes=crops).count()
+    for index, result in enumerate(predict_stream(found, sessions, inference)):
+        name = result.prepared.input.name
+        try:
+            path = output.name_sheet(index, name)
+            output.check(path, name)
+            documents.append({**_write_sheet(result, builder, path, options), "sheet": path.as_posix()})
+        except ImageError as error:
+            if output.single:
+                raise
+            failed += 1
+            options.log(one_line(f"{name}: {error.code}: {error}"))
+        progress(index + 1, total, "")
     if not output.single:
         options.log(f"{len(documents)} sheets in {output.path}{f', {failed} failed' if failed else ''}")
     return WrittenSheets(documents, failed, output.single)
@@ -110,7 +110,7 @@ def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tup
     shown = sheets.SheetOptions(options.heatmap, atlas, options.rows, names, decision, options.receptive_field)
     builder = sheets.SheetBuilder(metadata, shown, model=str(path))
     if options.heatmap:
-        sessions = sheets.with_attention(sessions, str(path))
+        sheets.check_attention(metadata, str(path))
 
     hint = format_box_option(metadata.training, path)
     setup.log_cautions(metadata, boxed=boxed, crop_hint=hint, log=options.log)

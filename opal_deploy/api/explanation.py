@@ -18,7 +18,7 @@ from PIL import Image
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.errors import ImageError, UsageError, suggest_attribute
 from opal_deploy.options import StrPath
-from opal_deploy.predict.prepare import read_small_file
+from opal_deploy.predict.prepare import read_file
 from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.preprocess.decode import MAX_PIXELS, Source, decode
 from opal_deploy.preprocess.geometry import Box
@@ -310,7 +310,7 @@ class Explanations(list[Explanation]):
         """
         from opal_deploy.records.run_files import REPORT, RESULTS, RUN
         from opal_deploy.run import drawing
-        from opal_deploy.run.results import RecordWriter
+        from opal_deploy.run.directory import RecordWriter
 
         out = Path(folder)
         if out.suffix in (".html", ".htm"):
@@ -452,7 +452,7 @@ def load_record_image(record: Record, source: Source | None = None, max_pixels: 
     changed = ImageError("not_found", f"{name or 'the image'}: is gone or has changed since its record was made")
     try:
         if not isinstance(source, Image.Image | np.ndarray):
-            source, digest = read_small_file(source)
+            source, digest = read_file(source)
             if digest is None or digest != record.image_sha256:
                 raise changed
         image = decode(source, max_pixels=max_pixels)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+from opal_deploy.errors import UsageError
 from opal_deploy.options import StrPath, keywords
-from opal_deploy.run.completed import InferenceRun
+from opal_deploy.predict.setup import LoadedModel
+from opal_deploy.run.directory import InferenceRun
 from opal_deploy.run.infer import infer
 from opal_deploy.run.options import InferOptions
 
@@ -40,4 +42,11 @@ def run_inference(
         MissingExtra: an extra is not installed. KeyboardInterrupt: the run was interrupted.
     """
     texts = [os.fspath(image) for image in ([images] if isinstance(images, str | os.PathLike) else images)]
-    return infer(texts, model, options)
+    if not hasattr(model, "sessions"):
+        return infer(texts, model, options)
+    # an open model is a path, too
+    opened = cast("Model", model)
+    if opened.path is None or opened.sha256 is None:
+        raise UsageError("model: an open model without a file; give the path of a file")
+    fingerprint = {"file": opened.path.name, "sha256": opened.sha256}
+    return infer(texts, LoadedModel(opened.path, opened.sessions, fingerprint, opened.metadata), options)

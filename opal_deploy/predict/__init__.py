@@ -5,8 +5,6 @@ In the order in which an image passes them:
     types            `Prepared`, `Result`, and `InferenceOptions`: start here
     prepare          from one `InputImage` to a `Prepared`: read, hash, decode, orient, crop, resize
     decoder_pool     the same for batches, ahead of the session, in threads or worker processes (`isolate`)
-    pixel_slots      batches of pixels in memory that the processes share
-    decode_budget    how many pixels are decoded at a time
     prediction       from a batch of `Prepared` to their `Result` and record
     executor         `predict_batches` and `predict_stream` connect these
     setup            open the model of a command, and check that it supports the options

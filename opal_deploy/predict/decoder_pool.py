@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -21,9 +22,8 @@ import numpy as np
 from PIL import Image
 
 from opal_deploy.errors import ImageError
-from opal_deploy.predict.prepare import LargeImage, prepare, raise_pillow_limit, read_remote, refuse_large
+from opal_deploy.predict.prepare import prepare, raise_pillow_limit, read_remote
 from opal_deploy.predict.types import InferenceOptions, Pixels, Prepared
-from opal_deploy.preprocess.decode import no_claim
 from opal_deploy.sources.image import InputImage
 from opal_deploy.timing import NO_OP_TIMER, StageTime, StageTimer
 from opal_deploy.worker_pool import WorkerCrashed, WorkerPool, WorkerTimeout, create_shared_memory, map_shared_memory
@@ -155,8 +155,6 @@ class DecoderPool:
         self._threads = ThreadPoolExecutor(
             options.workers, "decode", initializer=timer.register_thread, initargs=("decoders",)
         )
-        # held while a large image is decoded
-        self._one_large_image = threading.Lock()
         self.processes: WorkerPool | None = None
         if self._slots.descriptor is not None:
             self.processes = WorkerPool(options.workers, options.decode_timeout, [self._slots.descriptor])
@@ -196,48 +194,33 @@ class DecoderPool:
         """Prepare images, which have rows for keys."""
         if abandoned():
             raise CancelledError
-        prepared = self._prepare(images, slot, large=False)
-        for row, result in prepared.items():
-            if result is None:
-                with self._one_large_image:
-                    prepared |= self._prepare({row: images[row]}, slot, large=True)
-        # sources may be large
-        return [replace(cast(Prepared, prepared[row]), input=_drop_bytes(images.pop(row))) for row in list(images)]
-
-    def _prepare(self, images: dict[int, InputImage], slot: int, *, large: bool) -> dict[int, Prepared | None]:
-        """Return what became of each image; None for a large one, unless `large` ones are to be decoded."""
         isolated = {} if self.processes is None else {row: im for row, im in images.items() if _has_decoder(im)}
-        here = {row: image for row, image in images.items() if row not in isolated}
-        prepared = prepare_rows(here, self._input_size, self._options, self.pixels[slot], self._timer, large=large)
-        if isolated:
-            prepared |= self._prepare_isolated(isolated, slot, large=large)
-        return prepared
+        others = {row: image for row, image in images.items() if row not in isolated}
+        prepared = _prepare_rows(others, self._input_size, self._options, self.pixels[slot], self._timer)
+        if self.processes is not None and isolated:
+            prepared |= self._prepare_isolated(isolated, slot, self.processes)
+        return [replace(prepared[row], input=_drop_bytes(image)) for row, image in images.items()]
 
     def _prepare_isolated(
-        self, images: dict[int, InputImage], slot: int, *, large: bool, attempts: int = 2
-    ) -> dict[int, Prepared | None]:
+        self, images: dict[int, InputImage], slot: int, processes: WorkerPool, attempts: int = 2
+    ) -> dict[int, Prepared]:
         """Prepare images in one process; if that fails, each image again alone."""
+        # without what only the record needs
+        sent = {row: InputImage(None, image.source, image.crop, drawn=image.drawn) for row, image in images.items()}
         try:
-            return self._call(images, slot, large=large)
+            prepared, stages = processes.call(
+                _prepare_in_process, sent, self._input_size, self._options, cast(int, self._slots.descriptor),
+                self.pixels.shape, slot, timed=self._timer.enabled,
+            )  # fmt: skip
         except (WorkerCrashed, WorkerTimeout) as failure:
             # a crash may have come from outside, as where the system is short of memory
             if len(images) == 1 and (attempts == 1 or isinstance(failure, WorkerTimeout)):
                 return {row: Prepared(image, error=self._describe(failure)) for row, image in images.items()}
-        prepared: dict[int, Prepared | None] = {}
-        for row, image in images.items():
-            again = attempts if len(images) > 1 else attempts - 1
-            prepared |= self._prepare_isolated({row: image}, slot, large=large, attempts=again)
-        return prepared
-
-    def _call(self, images: dict[int, InputImage], slot: int, *, large: bool) -> dict[int, Prepared | None]:
-        assert self.processes is not None
-        assert self._slots.descriptor is not None
-        # without what only the record needs
-        sent = {row: InputImage(None, image.source, image.crop, drawn=image.drawn) for row, image in images.items()}
-        prepared, stages = self.processes.call(
-            _prepare_in_process, sent, self._input_size, self._options, self._slots.descriptor, self.pixels.shape, slot,
-            large=large, timed=self._timer.enabled,
-        )  # fmt: skip
+            attempts -= len(images) == 1
+            return functools.reduce(
+                operator.or_,
+                (self._prepare_isolated({row: im}, slot, processes, attempts) for row, im in images.items()),
+            )
         for stage in stages:
             self._timer.add(stage.stage, stage.wall, stage.cpu, stage.calls)
         return prepared
@@ -249,24 +232,18 @@ class DecoderPool:
         return ImageError("decode_timeout", f"it was not decoded within {limit:g} s; raise --decode-timeout")
 
 
-def prepare_rows(
+def _prepare_rows(
     images: dict[int, InputImage],
     input_size: tuple[int, int],
     options: InferenceOptions,
     pixels: Pixels,
     timer: StageTimer,
-    *,
-    large: bool,
-) -> dict[int, Prepared | None]:
-    """Prepare images into the rows of `pixels` that are their keys; None for a large one, unless `large` is true."""
-    prepared: dict[int, Prepared | None] = {}
-    claim = no_claim if large else refuse_large
-    for row, image in zip(images, read_remote(list(images.values())), strict=True):
-        try:
-            prepared[row] = prepare(image, input_size, options, timer, claim, pixels[row])
-        except LargeImage:
-            prepared[row] = None
-    return prepared
+) -> dict[int, Prepared]:
+    """Prepare images into the rows of `pixels` that are their keys."""
+    return {
+        row: prepare(image, input_size, options, timer, pixels[row])
+        for row, image in zip(images, read_remote(list(images.values())), strict=True)
+    }
 
 
 def _prepare_in_process(
@@ -277,16 +254,13 @@ def _prepare_in_process(
     shape: tuple[int, ...],
     slot: int,
     *,
-    large: bool,
     timed: bool,
-) -> tuple[dict[int, Prepared | None], tuple[StageTime, ...]]:
+) -> tuple[dict[int, Prepared], tuple[StageTime, ...]]:
     """Prepare images in a worker process, which answers with neither their sources nor their pixels."""
     raise_pillow_limit(options.max_pixels)
     timer = StageTimer() if timed else NO_OP_TIMER
-    pixels = _map_slots_once(descriptor, shape)[slot]
-    prepared = prepare_rows(images, input_size, options, pixels, timer, large=large)
-    answers = {row: result and replace(result, input=_UNNAMED) for row, result in prepared.items()}
-    return answers, timer.read().stages
+    prepared = _prepare_rows(images, input_size, options, _map_slots_once(descriptor, shape)[slot], timer)
+    return {row: replace(result, input=_UNNAMED) for row, result in prepared.items()}, timer.read().stages
 
 
 # in place of the image that the caller knows

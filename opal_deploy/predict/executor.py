@@ -171,28 +171,22 @@ class SessionRunner:
 
     def _work(self) -> None:
         self._timer.register_thread("session")
-        while self._step():
-            pass
+        while True:
+            if self._in_flight and (len(self._in_flight) >= self._predictor.depth or self._predictor.is_awaited):
+                self._collect()
+                continue
+            try:
+                job = self._take(not self._in_flight)
+            except queue.Empty:
+                self._collect()
+                continue
+            if job is None:
+                break
+            batch, future = job
+            if not self._left and future.set_running_or_notify_cancel():
+                self._begin(batch, future)
         while self._in_flight:
             self._collect()
-
-    def _step(self) -> bool:
-        """Begin the next batch, or collect the oldest one; return False at the end."""
-        has_room = len(self._in_flight) < self._predictor.depth and not self._predictor.is_awaited
-        if not has_room and self._in_flight:
-            self._collect()
-            return True
-        try:
-            job = self._take(not self._in_flight)
-        except queue.Empty:
-            self._collect()
-            return True
-        if job is None:
-            return False
-        batch, future = job
-        if not self._left and future.set_running_or_notify_cancel():
-            self._begin(batch, future)
-        return True
 
     def _begin(self, batch: PreparedBatch, future: Future[Predicted]) -> None:
         try:

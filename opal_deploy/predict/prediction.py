@@ -8,7 +8,6 @@ forward pass can be filled up to one size (`InferenceOptions.fixed_batch`).
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
@@ -175,46 +174,29 @@ class BatchPredictor:
 
     def build_results(self, part: Sequence[Prepared], pixels: Pixels, outputs: Outputs | None) -> list[Result]:
         """Return the result of each image from its row of `outputs`, see `run`."""
+        options, results = self._options, []
         with self._timer.stage("evidence"):
-            return self._build_results(part, pixels, outputs)
-
-    def _build_results(self, part: Sequence[Prepared], pixels: Pixels, outputs: Outputs | None) -> list[Result]:
-        options = self._options
-        errors = self._find_errors(part, outputs)
-        answered = [row for row, error in enumerate(errors) if error is None]
-        infos = [self._build_info(part[row]) for row in answered]
-        records: Iterator[Record] = iter(())
-        if outputs is not None and answered:
-            records = iter(
-                build_records(
-                    infos, outputs.take(answered), self._session.metadata,
-                    top=options.top, decision=options.decision,
-                    slot_names=options.slot_names,
-                )
-            )  # fmt: skip
-        results = []
-        for row, (prepared, error) in enumerate(zip(part, errors, strict=True)):
-            if error is not None:
-                results.append(Result(self._build_error(prepared, error), prepared))
-            else:
+            errors = _find_errors(part, outputs)
+            answered = [row for row, error in enumerate(errors) if error is None]
+            records: Iterator[Record] = iter(())
+            if outputs is not None and answered:
+                infos = [self._build_info(part[row]) for row in answered]
+                records = iter(
+                    build_records(
+                        infos, outputs.take(answered), self._session.metadata, top=options.top,
+                        decision=options.decision, slot_names=options.slot_names,
+                    )
+                )  # fmt: skip
+            for row, (prepared, error) in enumerate(zip(part, errors, strict=True)):
+                if error is not None:
+                    results.append(Result(self._build_error(prepared, error), prepared))
+                    continue
                 if options.keep_pixels:
                     prepared = replace(prepared, pixels=pixels[row].copy())
                 keep = options.keep_outputs or prepared.input.drawn
                 kept = outputs.rows(row, row + 1) if outputs is not None and keep else None
                 results.append(Result(next(records), prepared, kept))
         return results
-
-    def _find_errors(self, part: Sequence[Prepared], outputs: Outputs | None) -> list[ImageError | None]:
-        if outputs is None:
-            return [prepared.error for prepared in part]
-        # half precision overflows for some images, and JSON has no NaN
-        finite = outputs.rows(0, len(part)).is_finite().tolist()
-        return [
-            ImageError("not_finite", "the model's logits for it are NaN or infinite")
-            if prepared.error is None and not is_finite
-            else prepared.error
-            for prepared, is_finite in zip(part, finite, strict=True)
-        ]
 
     def _build_info(self, prepared: Prepared) -> ImageInfo:
         request = prepared.input
@@ -228,6 +210,17 @@ class BatchPredictor:
             request.name, error.code, str(error), digests=digests, label=request.label, index=request.index,
             place=_find_place(request),
         )  # fmt: skip
+
+
+def _find_errors(part: Sequence[Prepared], outputs: Outputs | None) -> list[ImageError | None]:
+    if outputs is None:
+        return [prepared.error for prepared in part]
+    # half precision overflows for some images, and JSON has no NaN
+    finite = outputs.rows(0, len(part)).is_finite().tolist()
+    not_finite = ImageError("not_finite", "the model's logits for it are NaN or infinite")
+    return [
+        prepared.error or (None if is_finite else not_finite) for prepared, is_finite in zip(part, finite, strict=True)
+    ]
 
 
 def _find_place(request: InputImage) -> Place:
@@ -244,32 +237,25 @@ class _FairLock:
     """A lock that is granted in the order of the requests, and may be released by another thread."""
 
     def __init__(self) -> None:
-        self._waiting: deque[threading.Lock] = deque()
-        self._held, self._guard = False, threading.Lock()
+        self._changed = threading.Condition()
+        self._requests = self._releases = 0
 
     @property
     def is_contended(self) -> bool:
         """Whether a thread waits for the lock."""
-        return bool(self._waiting)
+        return self._requests - self._releases > 1
 
     def acquire(self) -> None:
         """Wait for the lock."""
-        with self._guard:
-            if not self._held:
-                self._held = True
-                return
-            turn = threading.Lock()
-            turn.acquire()
-            self._waiting.append(turn)
-        turn.acquire()
+        with self._changed:
+            turn, self._requests = self._requests, self._requests + 1
+            self._changed.wait_for(lambda: self._releases == turn)
 
     def release(self) -> None:
         """Hand the lock to the thread that waits longest."""
-        with self._guard:
-            if self._waiting:
-                self._waiting.popleft().release()
-            else:
-                self._held = False
+        with self._changed:
+            self._releases += 1
+            self._changed.notify_all()
 
     def __enter__(self) -> None:
         self.acquire()

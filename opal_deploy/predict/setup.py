@@ -36,35 +36,28 @@ def load_model(
     expect_sha256: str | None = None,
     runtime: RuntimeName = "auto",
     log: Log = log_line,
+    elsewhere: bool = False,
 ) -> LoadedModel:
     """Open the model on its devices; without a path, the best one of the working directory.
+
+    With `elsewhere`, other processes open it, and it gets no sessions here.
 
     Raises:
         ArtifactError: the model does not exist, is damaged, or its digest is not `expect_sha256`.
         UsageError: the device does not exist, or the runtime does not support the model.
         MissingExtra: the runtime is not installed.
     """
-    from opal_deploy.runtime.select import open_sessions
+    from opal_deploy.runtime.select import open_sessions, read_model_metadata
 
     path = path or find_default_model(device, runtime, log)
-    if expect_sha256 is not None:
-        check_sha256(path, expect_sha256)
-    sessions = open_sessions(path, device=device, threads=threads, cuda_graphs=cuda_graphs, runtime=runtime)
-    return LoadedModel(path, sessions, fingerprint_model(path), sessions[0].metadata)
-
-
-def describe_model(
-    path: Path | None, *, device: str, expect_sha256: str | None, runtime: RuntimeName, log: Log
-) -> LoadedModel:
-    """Return a model that other processes open, without sessions; arguments and errors as of `load_model`."""
-    from opal_deploy.runtime.select import read_model_metadata
-
-    path = path or find_default_model(device, runtime, log)
-    if not path.is_file():
+    if elsewhere and not path.is_file():
         raise ArtifactError(f"{path}: no such model; expected a file of `opal-deploy export`, or a checkpoint")
     if expect_sha256 is not None:
         check_sha256(path, expect_sha256)
-    return LoadedModel(path, [], fingerprint_model(path), read_model_metadata(path))
+    if elsewhere:
+        return LoadedModel(path, [], fingerprint_model(path), read_model_metadata(path))
+    sessions = open_sessions(path, device=device, threads=threads, cuda_graphs=cuda_graphs, runtime=runtime)
+    return LoadedModel(path, sessions, fingerprint_model(path), sessions[0].metadata)
 
 
 def find_default_model(
@@ -121,12 +114,7 @@ def check_model(path: Path, metadata: Metadata, *, explain: bool, boxed: bool, t
         )
     if metadata.evidence == "map" and explain:
         log("This model averages over cells: no single cell is its evidence, so overlays show no boxes")
-    hint = ""
-    if metadata.crop == "boxes" and not boxed:
-        from opal_deploy.datasets.boxes import format_box_option
-
-        hint = format_box_option(metadata.training, path)
-    log_cautions(metadata, boxed=boxed, crop_hint=hint, log=log)
+    log_cautions(metadata, boxed=boxed, crop_hint="--boxes FILE", log=log)
 
 
 def log_cautions(metadata: Metadata, *, boxed: bool, crop_hint: str, log: Log = log_line) -> None:

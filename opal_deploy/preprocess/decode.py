@@ -52,7 +52,7 @@ _16_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N")
 _16_TO_8 = ((np.arange(1 << 16) + 128) // 257).astype(np.uint8)
 # Pillow hands these to Ghostscript: no file from outside may start a program
 _RUNS_A_PROGRAM = ("EPS",)
-# an image of more pixels is claimed before it is decoded, and converted in strips of so many
+# an image of more pixels is converted in strips of so many
 _LARGE_PIXELS = 4_000_000
 
 _IS_CUT = re.compile(r"truncated|not enough|only got|unexpected e(nd|of)|reached eof|end of file", re.IGNORECASE)
@@ -136,23 +136,17 @@ def open_file(source: PathOrSource) -> BinaryIO:
         raise ImageError("unreadable", f"cannot be read: {reason}") from None
 
 
-def no_claim(pixels: int) -> None:
-    """Grant any number of pixels."""
-
-
-def decode(source: Source, *, max_pixels: int = MAX_PIXELS, claim: Callable[[int], None] = no_claim) -> Image.Image:
+def decode(source: Source, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Decode one image at its full size to a loaded PIL image of mode RGB.
 
     Args:
         source: a path, a file's bytes, a FileSource, a PIL image, or uint8 [H, W, 3] RGB or [H, W] grey.
         max_pixels: width times height above which the image is refused.
-        claim: is called with the number of pixels of an image of over 4 megapixels before they are decoded, and may
-            wait until there is memory for them.
 
     Raises:
         ImageError: the image cannot be used; the module's docstring lists the codes.
     """
-    return _decode(source, max_pixels, claim)[0]
+    return _decode(source, max_pixels)[0]
 
 
 def decode_for_input(
@@ -161,19 +155,18 @@ def decode_for_input(
     *,
     max_pixels: int = MAX_PIXELS,
     decoding: Decoding = Decoding.default,
-    claim: Callable[[int], None] = no_claim,
 ) -> tuple[Image.Image, Geometry]:
     """Decode one image that will be resized as a whole to `input_size` = (H0, W0); return it and its full geometry.
 
     With `fast`, a JPEG may have a half, a quarter or an eighth of its size, if that is not smaller than the input.
     Other arguments and errors are those of `decode`.
     """
-    image, size = _decode(source, max_pixels, claim, input_size if decoding is Decoding.fast else None)
+    image, size = _decode(source, max_pixels, input_size if decoding is Decoding.fast else None)
     return image, Geometry.whole(*size)
 
 
 def _decode(
-    source: Source, max_pixels: int, claim: Callable[[int], None], min_size: tuple[int, int] | None = None
+    source: Source, max_pixels: int, min_size: tuple[int, int] | None = None
 ) -> tuple[Image.Image, tuple[int, int]]:
     """Return the image, of at least `min_size` = (height, width), None: its own; and its own (width, height)."""
     if isinstance(source, np.ndarray):
@@ -181,7 +174,7 @@ def _decode(
         image = Image.fromarray(np.ascontiguousarray(source)).convert("RGB")
         return image, image.size
     if isinstance(source, Image.Image):
-        return _load(source, max_pixels, claim)
+        return _load(source, max_pixels)
     if isinstance(source, bytes):
         opened: BinaryIO = io.BytesIO(source)
     else:
@@ -194,13 +187,12 @@ def _decode(
             raise ImageError("unreadable", f"cannot be read: {error.strerror or error}") from None
         if not size:
             raise ImageError("empty_file", "the file has zero bytes")
-        return _load(stream, max_pixels, claim, min_size)
+        return _load(stream, max_pixels, min_size)
 
 
 def _load(
     source: BinaryIO | Image.Image,
     max_pixels: int,
-    claim: Callable[[int], None],
     min_size: tuple[int, int] | None = None,
 ) -> tuple[Image.Image, tuple[int, int]]:
     """Open, check, load and orient; turn any error of Pillow's into an ImageError."""
@@ -209,8 +201,6 @@ def _load(
     try:
         image = source if isinstance(source, Image.Image) else _open_image(source)
         _check_kind(image, max_pixels)
-        if image.width * image.height > _LARGE_PIXELS:
-            claim(image.width * image.height)
         size, is_turned = image.size, False
         if min_size is not None and image.format == "JPEG":
             is_turned = _is_transposed(image)

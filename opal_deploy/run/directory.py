@@ -1,18 +1,21 @@
-"""The directory that a run writes to: acquire it, find its state, write run.json and summary.json.
+"""The directory that a run writes to: acquire it, find its state, write run.json, results.jsonl and summary.json.
 
-run.json holds the options that determine the records, and is written before the first record; summary.json holds the
-counts. A directory whose summary is missing or not complete holds a run that the same command resumes.
+run.json holds the options that determine the records, and is written before the first record; results.jsonl has one
+line per record; summary.json holds the counts. A directory whose summary is missing or not complete holds a run that
+the same command resumes. Memory does not grow with the number of records.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import json
 import os
-import re
 import shutil
+import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,17 +23,18 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from opal_deploy._version import __version__
-from opal_deploy.artifact.files import lock_directory, read_json, remove_temporary_files, write_json
+from opal_deploy.artifact.files import check_regular, lock_directory, read_json, remove_temporary_files, write_json
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.options import flag_of
+from opal_deploy.records.lines import read_lines, to_json_line
+from opal_deploy.records.record import Answered, Record
 from opal_deploy.records.run_files import OVERLAYS, REPORT, RESULTS, RUN, SHARDS, SHEETS, SUMMARY, remove_image_files
 from opal_deploy.records.signatures import SignatureDigest, Signer
-from opal_deploy.records.tables import TABLES, Format, write_table
-from opal_deploy.run.results import read_records
+from opal_deploy.records.tables import TABLES
 from opal_deploy.run.summary import Summary
+from opal_deploy.sources.image import InputImage
 
 SCHEMA = 1
-DEFAULT_OUT = "explanations"
 # the key of a run's configuration that is not an option
 IMAGES = "images"
 
@@ -38,10 +42,52 @@ State = Literal["new", "unfinished", "finished"]
 # the options that determine records and drawings, and `images`; values as in JSON
 RunConfig = Mapping[str, Any]
 
-# the entries of run.json that are written anew
-_KEYS = ("schema", "opal_deploy", "id", "started", "resumed", "run", "records", "signature")
+# the most work that a power failure loses, in seconds; a killed process loses nothing
+SYNC_SECONDS = 5.0
+# pipes and devices have nothing to sync
+_NOTHING_TO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EROFS)
+
 _HINT = "choose another --out, or give --overwrite"
 _MAX_SHOWN = 60
+
+
+@dataclass(frozen=True)
+class InferenceRun:
+    """A complete run.
+
+    Attributes:
+        out: the run directory, with overlays, sheets and tables where they were asked for.
+        summary: the document of summary.json: counts, accuracy, times, model and command.
+        lines: what the command prints about the run.
+    """
+
+    out: Path
+    summary: dict[str, Any] = field(repr=False)
+    lines: tuple[str, ...] = field(default=(), repr=False)
+
+    def __str__(self) -> str:
+        """Return the number of images and the folder, and then what the command prints about the run."""
+        return "\n".join([f"run of {sum(self.counts.values()):,} images in {self.out}", *self.lines])
+
+    @property
+    def records(self) -> Path:
+        """The file with one record per image, in input order."""
+        return self.out / RESULTS
+
+    @property
+    def report(self) -> Path | None:
+        """The HTML page; None without `explain`."""
+        return self.out / REPORT if (self.out / REPORT).exists() else None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of images by status: `ok`, `abstained`, `unknown`, `error`."""
+        return dict(self.summary["statuses"])
+
+    @property
+    def accuracy(self) -> float | None:
+        """Accuracy against `labels`; None without labels."""
+        return None if self.summary["accuracy"] is None else self.summary["accuracy"]["accuracy"]
 
 
 @dataclass
@@ -52,8 +98,8 @@ class RunDirectory:
         root, config: the directory, and the run's configuration.
         state: of the run that it holds.
         started, resumed: times when the run began and when it was resumed, ISO 8601.
-        details: more entries of run.json; entries that this version does not know are kept.
         run_id: names the run in the signatures of its records.
+        details: more entries of run.json.
     """
 
     root: Path
@@ -61,12 +107,12 @@ class RunDirectory:
     state: State = "new"
     started: str = ""
     resumed: list[str] = field(default_factory=list)
-    details: dict[str, Any] = field(default_factory=dict)
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    details: Mapping[str, Any] = field(default_factory=dict)
 
     def write_config(self, details: Mapping[str, Any]) -> None:
         """Write run.json, with more entries, before the first record of a new or resumed run; raise UsageError."""
-        self.details |= details
+        self.details = details
         if self.state == "new":
             self.started = _now()
         else:
@@ -90,10 +136,7 @@ class RunDirectory:
         records = {"count": summary.total, "complete": complete, "signatures_sha256": digest.hexdigest()}
         # as it is read again: lists for tuples
         document = json.loads(json.dumps({**self._document(), "records": records}))
-        try:
-            write_json(self.root / RUN, {**document, "signature": signer.sign_document(document)})
-        except UsageError as error:
-            raise StoppedEarly(f"{error}; all records are in {RESULTS}") from None
+        self._write_at_end(RUN, {**document, "signature": signer.sign_document(document)})
 
     def write_summary(self, summary: Summary, context: Mapping[str, Any], stopped: str | None = None) -> dict[str, Any]:
         """Write summary.json, and return its document; raise StoppedEarly if that fails.
@@ -113,92 +156,61 @@ class RunDirectory:
             "ended": _now(),
             "results_bytes": _size(self.root / RESULTS),
         }
-        path = self.root / SUMMARY
+        self._write_at_end(SUMMARY, document)
+        return document
+
+    def _write_at_end(self, name: str, document: Mapping[str, Any]) -> None:
         try:
-            if path.is_fifo():
-                # it was read as damaged; `write_json` replaces files only
-                path.unlink()
-            write_json(path, document)
+            write_json(self.root / name, document)
         except UsageError as error:
             raise StoppedEarly(f"{error}; all records are in {RESULTS}") from None
-        return document
 
     def read_summary(self) -> dict[str, Any]:
         """Return the document of a complete run's summary.json."""
         return cast(dict[str, Any], read_json(self.root / SUMMARY))
 
-    def remove_shards(self) -> None:
-        """Remove the folders of shards, whose records and drawings have been joined here."""
-        shutil.rmtree(self.root / SHARDS, ignore_errors=True)
-
-    def write_table(self, kind: Format) -> None:
-        """Write a table of the records of a complete run; raise StoppedEarly if that fails."""
-        write_table(read_records(self.root / RESULTS), self.root, kind)
-
 
 @contextmanager
-def acquire_run_dir(out: Path | None, config: RunConfig, *, resume: bool, overwrite: bool) -> Iterator[RunDirectory]:
+def acquire_run_dir(root: Path, config: RunConfig, *, overwrite: bool) -> Iterator[RunDirectory]:
     """Yield the directory to write to, which no other process can acquire while the block runs.
 
     Args:
-        out: the directory. None: with `resume` the latest unfinished `explanations*` of the same configuration; else
-            the first of `explanations`, `explanations-2`, ... that does not exist.
+        root: the directory.
         config: of the run.
-        resume: continue an unfinished run of the same configuration.
-        overwrite: remove the files of an earlier run in `out`.
+        overwrite: remove the files of an earlier run in it.
 
     Raises:
         UsageError: it holds another run, another process uses it, or it cannot be written to.
     """
-    root = out or (_find_unfinished(Path(DEFAULT_OUT), config) if resume else None) or _first_free(Path(DEFAULT_OUT))
     with lock_directory(root):
         for name in (RUN, SUMMARY, REPORT, *TABLES.values()):
             remove_temporary_files(root / name)
         if overwrite:
             _clear(root)
-        directory = inspect_run_dir(root, config)
-        if directory.state == "unfinished" and not resume:
-            raise UsageError(f"{root}: it holds an unfinished run, and --no-resume was given; {_HINT}")
-        yield directory
+        yield inspect_run_dir(root, config)
 
 
 def inspect_run_dir(root: Path, config: RunConfig) -> RunDirectory:
     """Return the directory with the state of its run; raise UsageError if it holds another than that of `config`."""
-    size = _size(root / RESULTS)
     if not os.path.lexists(root / RUN):
-        if size is not None or os.path.lexists(root / RESULTS):
+        if os.path.lexists(root / RESULTS):
             raise UsageError(f"{root}: it holds the results of an earlier run; {_HINT}")
         return RunDirectory(root, config)
     document = _read(root / RUN)
-    if document is not None and document.get("schema") != SCHEMA:
+    if document.get("schema", SCHEMA) != SCHEMA:
         raise UsageError(
-            f"{root}/{RUN}: schema {document.get('schema')!r} found, {SCHEMA} expected; continue it with the "
+            f"{root}/{RUN}: schema {document['schema']!r} found, {SCHEMA} expected; continue it with the "
             f"opal-deploy version that wrote it, {_HINT}"
         )
-    if document is None or not isinstance(document.get("run"), dict):
+    if not {"run", "started", "resumed", "id"} <= document.keys():
         raise UsageError(f"{root}/{RUN}: damaged, so nothing can be continued there; {_HINT}")
     if different := _differences(document["run"], config):
         raise UsageError(f"{root}: it holds another run: {'; '.join(different)}; {_HINT}")
-    summary = _read(root / SUMMARY) or {}
+    summary, size = _read(root / SUMMARY), _size(root / RESULTS)
     # a summary of other results, or of results that are gone, says nothing
-    finished = (
-        size is not None
-        and summary.get("schema") == SCHEMA
-        and summary.get("complete") is True
-        and summary.get("results_bytes") == size
-        and {"images", "errors", "statuses", "accuracy", "ended"} <= summary.keys()
-    )
-    started, resumed = document.get("started"), document.get("resumed")
-    return RunDirectory(
-        root,
-        config,
-        "finished" if finished else "unfinished",
-        str(started),
-        [str(time) for time in resumed] if isinstance(resumed, list) else [],
-        details={name: value for name, value in document.items() if name not in _KEYS},
-        # of a run of an earlier version, whose records name none: the id of those that follow
-        run_id=str(document.get("id") or uuid.uuid4().hex),
-    )
+    is_finished = summary.get("complete") is True and size is not None and summary.get("results_bytes") == size
+    state: State = "finished" if is_finished else "unfinished"
+    return RunDirectory(root, config, state, document["started"], document["resumed"], document["id"])
 
 
 def _differences(there: RunConfig, here: RunConfig) -> list[str]:
@@ -206,14 +218,11 @@ def _differences(there: RunConfig, here: RunConfig) -> list[str]:
     here = json.loads(json.dumps(here))
     names = [*here, *(name for name in there if name not in here)]
     return [
-        f"{_option_name(name)} {_format_value(there.get(name))} there, {_format_value(here.get(name))} here"
+        f"{name if name == IMAGES else flag_of(name)} {_format_value(there.get(name))} there, "
+        f"{_format_value(here.get(name))} here"
         for name in names
         if there.get(name) != here.get(name)
     ]
-
-
-def _option_name(name: str) -> str:
-    return name if name == IMAGES else flag_of(name)
 
 
 def _format_value(value: object) -> str:
@@ -223,28 +232,6 @@ def _format_value(value: object) -> str:
         value = " ".join(map(str, value.values() if isinstance(value, dict) else value))
     text = str(value)
     return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
-
-
-def _find_unfinished(base: Path, config: RunConfig) -> Path | None:
-    """Return the latest of `base`, `base-2`, ... that holds an unfinished run of this configuration."""
-    numbered = []
-    for path in base.parent.glob(f"{base.name}*"):
-        match = re.fullmatch(r"(?:-(\d+))?", path.name[len(base.name) :])
-        if match and (path / RUN).is_file():
-            numbered.append((int(match[1] or 1), path))
-    for _, path in sorted(numbered, reverse=True):
-        with contextlib.suppress(UsageError):
-            if inspect_run_dir(path, config).state == "unfinished":
-                return path
-    return None
-
-
-def _first_free(base: Path) -> Path:
-    candidate, number = base, 1
-    while os.path.lexists(candidate):
-        number += 1
-        candidate = base.with_name(f"{base.name}-{number}")
-    return candidate
 
 
 def _clear(root: Path) -> None:
@@ -263,20 +250,172 @@ def _clear(root: Path) -> None:
         raise UsageError(f"{root}: cannot be written ({error.strerror or error}); choose another --out") from None
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one if the file is missing or damaged."""
     try:
         document = read_json(path)
     except (OSError, ValueError):
-        return None
-    return document if isinstance(document, dict) else None
+        return {}
+    return document if isinstance(document, dict) else {}
 
 
 def _size(path: Path) -> int | None:
     try:
         return path.stat().st_size
-    except OSError:
+    except (OSError, ValueError):
         return None
 
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+class RecordWriter:
+    """A JSON Lines file to append records to, which holds only whole lines at any moment, even after an error.
+
+    A written record survives the process at once, and a power failure after at most `SYNC_SECONDS`.
+
+    Args:
+        path: the file.
+        keep, count: bytes of the file to keep, and number of records in them; the bytes after them are cut off.
+    """
+
+    def __init__(self, path: Path, keep: int = 0, count: int = 0) -> None:
+        self.path = path
+        self.count = count
+        try:
+            # unbuffered: lines are either written by one call, or cut off again
+            self._stream = path.open("r+b" if keep else "wb", buffering=0)
+            if keep:
+                self._stream.truncate(keep)
+                self._stream.seek(keep)
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be written ({error.strerror or error}); choose another --out") from None
+        self._synced = time.monotonic()
+
+    def write(self, *records: Record) -> None:
+        """Append records in one system call; raise StoppedEarly if the disk is full: whole records stay and count."""
+        lines = [to_json_line(record) for record in records]
+        data, start = b"".join(lines), self._stream.tell()
+        written = 0
+        try:
+            while written < len(data):
+                written += self._stream.write(data[written:])
+        except OSError as error:
+            whole = list(itertools.takewhile(lambda end: end <= written, itertools.accumulate(map(len, lines))))
+            with contextlib.suppress(OSError):  # a device that is gone cannot be cut either
+                self._stream.truncate(start + (whole[-1] if whole else 0))
+            self.count += len(whole)
+            raise self._failed(error) from None
+        self.count += len(lines)
+        if time.monotonic() - self._synced >= SYNC_SECONDS:
+            self.sync()
+
+    def sync(self) -> None:
+        """Flush all records to disk; raise StoppedEarly if that fails, or if the file is no longer at its path."""
+        try:
+            os.fsync(self._stream.fileno())
+        except OSError as error:
+            if error.errno not in _NOTHING_TO_SYNC:
+                raise self._failed(error) from None
+        try:
+            present = os.path.samestat(os.fstat(self._stream.fileno()), self.path.stat())
+        except OSError:
+            present = False
+        if not present:
+            raise StoppedEarly(
+                f"{self.path}: removed or replaced during the run, with {self.count} records in it; leave the folder "
+                "as it is until the run ends"
+            )
+        self._synced = time.monotonic()
+
+    def _failed(self, error: OSError) -> StoppedEarly:
+        return StoppedEarly(
+            f"{self.path}: cannot be written any more ({error.strerror or error}); "
+            f"the {self.count} records before are whole; make room and run again"
+        )
+
+    def __enter__(self) -> RecordWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        try:
+            if kind is None:
+                self.sync()
+            else:
+                with contextlib.suppress(StoppedEarly):
+                    self.sync()
+        finally:
+            self._stream.close()
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The whole records at the beginning of a file, after which a run resumes: `count` records in `size` bytes.
+
+    `damaged` bytes after them hold no whole record.
+    """
+
+    count: int = 0
+    size: int = 0
+    damaged: int = 0
+
+
+def load_resume_point(out: Path, images: Iterator[InputImage], count: Callable[[Record], None]) -> ResumePoint:
+    """Read the records of an unfinished run, and take as many images, which are done.
+
+    Reading ends at the first line that is not a whole record, or whose drawing is missing or empty: a process may have
+    been killed while it wrote, or the power may have failed before data reached the disk.
+
+    Args:
+        out: the run directory.
+        images: the images of the run; left at the first one without a record.
+        count: is called with each whole record.
+
+    Raises:
+        UsageError: the images are not those of the run; nothing was changed.
+    """
+    path = out / RESULTS
+    try:
+        check_regular(path)
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            num_records, offset = 0, 0
+            for line in read_lines(stream):
+                record = line.record
+                if record is None or not has_drawings(out, record):
+                    break
+                _check_same_image(out, num_records, record, next(images, None))
+                count(record)
+                num_records += 1
+                offset += line.size
+    except FileNotFoundError:
+        return ResumePoint()
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror or error}); choose another --out") from None
+    return ResumePoint(num_records, offset, size - offset)
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Yield the records of a file, up to the first line that is not a whole record."""
+    with path.open("rb") as stream:
+        for line in read_lines(stream):
+            if line.record is None:
+                return
+            yield line.record
+
+
+def _check_same_image(out: Path, index: int, record: Record, image: InputImage | None) -> None:
+    if image is not None and image.name == record.image:
+        return
+    now = "there are no more images now" if image is None else f"now it is {image.name}"
+    raise UsageError(
+        f"{out}: the images have changed since this run began: number {index + 1} was {record.image}, {now}; "
+        "give the same images, another --out, or --overwrite"
+    )
+
+
+def has_drawings(out: Path, record: Record) -> bool:
+    """Return whether the drawings that a record names are in the run directory, and not empty."""
+    names = (record.overlay, record.sheet) if isinstance(record, Answered) else ()
+    return all(_size(out / name) for name in names if name is not None)

@@ -1,4 +1,4 @@
-"""The overlays and evidence sheets of a run.
+"""The overlays and evidence sheets of a run, and its report.
 
 They are drawn from the forward pass that made the record, in separate processes: a drawing that crashes, takes too long
 or runs out of memory is missing, and its record says why.
@@ -6,24 +6,27 @@ or runs out of memory is missing, and its record says why.
 
 from __future__ import annotations
 
+import functools
 import itertools
-import os
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from dataclasses import replace as replace_fields
 from pathlib import Path
-from typing import Self, TypeAlias
+from typing import Literal, Self, TypeAlias, cast
 
 from msgspec.structs import replace
 
 from opal_deploy.artifact.measurements import EffectiveField, list_evaluation
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.errors import ImageError, StoppedEarly, UsageError
 from opal_deploy.logs import one_line
 from opal_deploy.predict.executor import prefetch
 from opal_deploy.predict.types import InferenceOptions, Result
-from opal_deploy.records.record import Answered, Failed, Record
+from opal_deploy.preprocess.resize import to_display
+from opal_deploy.records.record import Answered, Failed, Problem, Record
 from opal_deploy.records.run_files import (
     OVERLAYS,
     REPORT,
@@ -33,25 +36,121 @@ from opal_deploy.records.run_files import (
     sheet_name,
     write_image_file,
 )
-from opal_deploy.remote import is_url, redact
-from opal_deploy.run.draw_pool import DrawingPool, DrawTask, Part
-from opal_deploy.run.sheets import SheetBuilder
-from opal_deploy.timing import StageTimer
+from opal_deploy.remote import redact
+from opal_deploy.run.sheets import SheetBuilder, get_image
+from opal_deploy.timing import NO_OP_TIMER, StageTime, StageTimer
+from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg, show_photograph
 from opal_deploy.visualization.report import (
     EMBED_LIMIT,
-    REPORT_LIMIT,
     Fact,
-    ImageMode,
     ReportWriter,
     Thumbnail,
     choose_image_mode,
+    make_thumbnail,
 )
-from opal_deploy.worker_pool import WorkerPool
+from opal_deploy.worker_pool import WorkerCrashed, WorkerPool, WorkerTimeout
 
 # by the image's number in the run
 Thumbnails: TypeAlias = dict[int, Thumbnail]
-# thumbnails kept in memory, a few megabytes; later ones are made from the overlays on disk
-_MAX_THUMBNAILS = 500
+# JPEGs of the overlay, of its small form for the report, and of the image alone; PNGs of the sheet
+Part: TypeAlias = Literal["overlay", "thumbnail", "picture", "sheet", "narrow-sheet"]
+
+
+@dataclass(frozen=True)
+class Drawings:
+    """The encoded drawings of one result, and the reason why one is missing."""
+
+    files: dict[Part, bytes] = field(default_factory=dict)
+    error: Problem | None = None
+
+
+def _draw(sheets: SheetBuilder | None, result: Result, parts: Sequence[Part], timer: StageTimer) -> Drawings:
+    """Return the drawings `parts` of a result with its image, for a sheet also its outputs."""
+    drawn: dict[Part, bytes] = {}
+    try:
+        with timer.stage("draw"):
+            if "overlay" in parts:
+                drawn["overlay"] = encode_jpeg(draw_overlay(get_image(result.prepared), result.record))
+            if "thumbnail" in parts:
+                photograph = show_photograph(get_image(result.prepared), cast(Answered, result.record))
+                drawn["thumbnail"] = make_thumbnail(photograph, result.record)
+            if "picture" in parts:
+                drawn["picture"] = encode_jpeg(to_display(get_image(result.prepared)))
+            for part in parts:
+                if part in ("sheet", "narrow-sheet") and sheets is not None:
+                    drawn[part] = sheets.build(result, narrow=part == "narrow-sheet").encode()
+    except ImageError as error:
+        return Drawings(drawn, Problem(code="drawing_failed", message=str(error)))
+    except MemoryError:
+        reason = "drawing it needs more memory than there is; lower --workers"
+        return Drawings(drawn, Problem(code="drawing_failed", message=reason))
+    return Drawings(drawn)
+
+
+class DrawingPool:
+    """Draws results, in worker processes if there are any; every method may be called from any thread."""
+
+    def __init__(
+        self,
+        sheets: SheetBuilder | None,
+        inference: InferenceOptions,
+        processes: WorkerPool | None = None,
+        timer: StageTimer = NO_OP_TIMER,
+    ) -> None:
+        """Start nothing.
+
+        Args:
+            sheets: builds evidence sheets; None: none are drawn.
+            inference: the options of decoding, whose time limit applies to drawing too.
+            processes: where to draw, such as the decoder pool's; None: in the calling thread.
+            timer: receives the time of the stage `draw`.
+        """
+        self._sheets, self._timeout, self._processes, self._timer = sheets, inference.decode_timeout, processes, timer
+        # read once per process
+        self._pickled = b"" if processes is None else pickle.dumps(sheets)
+
+    def draw(self, result: Result, parts: Sequence[Part]) -> Drawings:
+        """Return the drawings `parts` of an image with a prediction.
+
+        A process that crashes gets the result a second time: the system may have killed it for lack of memory.
+
+        Raises:
+            StoppedEarly: no process can be started.
+        """
+        # the model's input is not drawn
+        result = replace_fields(result, prepared=replace_fields(result.prepared, pixels=None))
+        if self._processes is None:
+            return _draw(self._sheets, result, parts, self._timer)
+        for attempt in range(2):
+            try:
+                drawings, stages = self._processes.call(
+                    _draw_in_process, self._pickled, result, parts, timed=self._timer.enabled
+                )
+            except WorkerCrashed as crash:
+                if attempt:
+                    reason = f"the process that drew it {crash}"
+                    return Drawings(error=Problem(code="drawing_crashed", message=reason))
+            except WorkerTimeout:
+                reason = f"it was not drawn within {self._timeout:g} s; raise --decode-timeout"
+                return Drawings(error=Problem(code="drawing_timeout", message=reason))
+            else:
+                for stage in stages:
+                    self._timer.add(stage.stage, stage.wall, stage.cpu, stage.calls)
+                return drawings
+        raise AssertionError("unreachable")
+
+
+def _draw_in_process(
+    sheets: bytes, result: Result, parts: Sequence[Part], *, timed: bool
+) -> tuple[Drawings, tuple[StageTime, ...]]:
+    timer = StageTimer() if timed else NO_OP_TIMER
+    return _draw(_load_builder(sheets), result, parts, timer), timer.read().stages
+
+
+@functools.lru_cache(maxsize=1)
+def _load_builder(pickled: bytes) -> SheetBuilder | None:
+    builder: SheetBuilder | None = pickle.loads(pickled)  # noqa: S301 (the caller wrote it)
+    return builder
 
 
 def prepare_folders(out: Path, *, overlays: bool, sheets: bool, first: int) -> None:
@@ -92,14 +191,10 @@ class Drawer:
         self._out, self._workers = out, inference.workers
         self._ahead = 0 if inference.one_at_a_time else 2 * inference.workers
         self._thumbnails, self._timer = thumbnails, timer
-        self._num_thumbnails = 0
-        if report is not None:
-            limit = {"embed": _MAX_THUMBNAILS, "files": 0, None: EMBED_LIMIT}[report.images]
-            self._num_thumbnails = min(report.limit, limit)
-        field = report.field if report is not None and report.draw_field else None
-        self._parts: tuple[Part, ...] = () if report is None else ("overlay", "thumbnail")
+        self._parts: tuple[Part, ...] = () if report is None else ("overlay",)
         self._parts += () if sheets is None else ("sheet",)
-        self._pool = DrawingPool(DrawTask(field, sheets), inference, processes, timer)
+        self._has_report = report is not None
+        self._pool = DrawingPool(sheets, inference, processes, timer)
         self._threads = ThreadPoolExecutor(
             self._workers, "draw", initializer=timer.register_thread, initargs=("drawers",)
         )
@@ -129,9 +224,9 @@ class Drawer:
         record = result.record
         if isinstance(record, Failed):
             return record
-        parts = (
-            self._parts if index < self._num_thumbnails else tuple(part for part in self._parts if part != "thumbnail")
-        )
+        parts = self._parts
+        if self._has_report and index < EMBED_LIMIT:
+            parts += ("thumbnail",)
         drawings = self._pool.draw(result, parts)
         drawn = drawings.files
         if "thumbnail" in drawn:
@@ -151,58 +246,36 @@ class ReportOptions:
 
     Attributes:
         facts: (name, value) pairs about the run, below the head of the page.
-        limit: images shown; all are counted.
-        images: `embed` overlays in the page or show the `files` next to it; None: embed if there are few.
         evidence: (name, value) pairs of what was measured of the model's evidence.
         field: the model's effective receptive field, shown on demand; None if it is unknown.
-        draw_field: always draw it on the overlays.
         title: the page's title.
         class_names: the labels that the model knows; None: all.
     """
 
     facts: tuple[Fact, ...] = ()
-    limit: int = REPORT_LIMIT
-    images: ImageMode | None = None
     evidence: tuple[Fact, ...] = ()
     field: EffectiveField | None = None
-    draw_field: bool = False
     title: str = "Explanations"
     class_names: frozenset[str] | None = None
 
 
 def report_title(inputs: Sequence[str], model: Path) -> str:
-    """Return the title of a report: the first input and the model, each by at most two parts of its path."""
+    """Return the title of a report: the first input and the model, without the folders that they lie in."""
     more = f" and {len(inputs) - 1} more" if len(inputs) > 1 else ""
-    return f"{_shorten_path(inputs[0])}{more}, explained by {_shorten_path(str(model))}"
-
-
-def _shorten_path(path: str) -> str:
-    """Return the end of a path or URL, which does not tell where it lies; `standard input` for `-`."""
-    if path == "-":
-        return "standard input"
-    if is_url(path):
-        path = redact(path).partition("://")[2]
-    parts = [part for part in path.split("/") if part not in ("", ".", "..")] or [Path(path).resolve().name or path]
-    return "/".join(parts[-1:] if os.path.isabs(path) else parts[-2:])
+    name = "standard input" if inputs[0] == "-" else Path(redact(inputs[0])).resolve().name
+    return f"{name}{more}, explained by {model.name}"
 
 
 def report_facts(path: Path, metadata: Metadata, runtime: str, command: str) -> tuple[Fact, ...]:
     """Return the (name, value) pairs at the head of the report."""
-    head = [
-        ("Model", f"{path.name}: {metadata.backbone}, {metadata.num_classes} classes, "
-         f"{metadata.describe_head()}"),
-        ("Runtime", runtime),
-    ]  # fmt: skip
+    head = [("Model", f"{path.name}: {metadata.backbone}, {metadata.num_classes} classes, {metadata.describe_head()}")]
+    # shards open the model elsewhere
+    if runtime:
+        head.append(("Runtime", runtime))
     if metadata.file_sha256.strip("0"):
         head.append(("Model digest", metadata.file_sha256))
-    if metadata.source.get("sha256"):
-        head.append(("Checkpoint", f"{metadata.source.get('file')}, sha256 {metadata.source['sha256']}"))
     if metadata.unverified:
         head.append(("Not verified", metadata.unverified))
-    if metadata.verification.get("reference"):
-        head.append(
-            ("Verified", f"against {metadata.verification['reference']} on {metadata.verification.get('image_set')}")
-        )
     return (*head, ("Command", command))
 
 
@@ -232,16 +305,13 @@ def open_report(
         StoppedEarly: the disk is full; the records are safe.
     """
     numbers = itertools.count()
-    mode = options.images or choose_image_mode(min(options.limit, images))
     with _writing_report(), ReportWriter(
         out / REPORT,
         title=options.title,
         facts=options.facts,
-        limit=options.limit,
-        image_mode=mode,
+        image_mode=choose_image_mode(images),
         evidence=options.evidence,
-        # overlay files have it, the page's own pictures do not
-        field=None if options.draw_field and mode == "files" else options.field,
+        field=options.field,
         class_names=options.class_names,
         folder=folder,
     ) as writer:  # fmt: skip

@@ -2,8 +2,8 @@
 
 `infer` tells it; the steps in their order, with the modules that do the work:
 
-    find images        `inputs`: folders, files, globs, archives, lists, videos, with crops and labels
-    open the model     `setup`, which checks the whole call
+    find images        `setup`, which checks the whole call: folders, archives, lists, videos, with crops and labels
+    open the model     `setup`
     acquire the folder `directory`: one process writes there, an interrupted run is resumed
     decode, predict    `predict.executor`: batches through the model, records in the order of the images
     draw, append       `drawing`, and `results`, which holds only whole lines at any moment
@@ -19,23 +19,29 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from pathlib import Path
 
 from opal_deploy.errors import ImageError, StoppedEarly
 from opal_deploy.logs import as_progress
 from opal_deploy.options import StrPath
 from opal_deploy.predict.executor import fewer_collections, open_decoders, predict_batches
+from opal_deploy.predict.setup import LoadedModel
 from opal_deploy.records.record import Record
 from opal_deploy.records.run_files import RESULTS
 from opal_deploy.records.tables import open_table
-from opal_deploy.run.completed import InferenceRun
-from opal_deploy.run.directory import DEFAULT_OUT, RunDirectory, acquire_run_dir
+from opal_deploy.run.directory import (
+    InferenceRun,
+    RecordWriter,
+    RunDirectory,
+    acquire_run_dir,
+    has_drawings,
+    load_resume_point,
+    read_records,
+)
 from opal_deploy.run.drawing import Drawer, Thumbnails, open_report, prepare_folders
 from opal_deploy.run.interrupt import Interrupt, handle_signals
 from opal_deploy.run.options import InferOptions
-from opal_deploy.run.results import RecordWriter, has_drawings, load_resume_point, read_records
-from opal_deploy.run.setup import OpenModel, RunOptions, RunSetup, prepare_run
-from opal_deploy.run.shards import Recovery, ShardJob, join_shards, run_here, run_shards
+from opal_deploy.run.setup import RunOptions, RunSetup, prepare_run
+from opal_deploy.run.shards import ALONE, Recovery, ShardedRun, ShardJob, join_shards, run_here, run_shards
 from opal_deploy.run.summary import Accuracy, Summary
 from opal_deploy.runtime.session import Session
 from opal_deploy.sources.image import InputImage
@@ -46,7 +52,7 @@ NO_RECOVERY = Recovery()
 
 def infer(
     images: Sequence[str],
-    model: StrPath | OpenModel | None,
+    model: StrPath | LoadedModel | None,
     options: InferOptions,
     recovery: Recovery | None = None,
 ) -> InferenceRun:
@@ -54,19 +60,17 @@ def infer(
 
     `recovery` is given to a shard whose process is supervised.
     """
-    setup = prepare_run(images, model, options)
-    with acquire_run_dir(setup.out, setup.config, resume=options.resume, overwrite=options.overwrite) as directory:
+    setup, interrupt = prepare_run(images, model, options), options.interrupt or Interrupt()
+    with acquire_run_dir(setup.run.out, setup.config, overwrite=options.overwrite) as directory:
         if directory.state == "finished":
             return setup.return_finished(directory)
-        if setup.out is None and directory.root != Path(DEFAULT_OUT):
-            options.log(f"{DEFAULT_OUT} holds another run; this one writes to {directory.root}")
         summary, timer, started = Summary(), StageTimer(), time.perf_counter()
         if setup.inputs.labels is not None:
             summary.accuracy = Accuracy(frozenset(setup.model.metadata.class_names))
         directory.write_config(setup.layout)
         try:
-            with setup.interrupt.running(), fewer_collections():
-                _run(setup, directory, summary, timer, recovery)
+            with interrupt.running(), fewer_collections():
+                _run(setup, directory, summary, timer, interrupt, recovery)
             document = setup.write_summary(directory, summary.end(timer, started))
             setup.upload(directory)
         except KeyboardInterrupt:
@@ -76,49 +80,50 @@ def infer(
         except StoppedEarly as error:
             setup.write_early_summary(directory, summary.end(timer, started), str(error))
             raise error if recovery else StoppedEarly(f"{error}; {setup.resume_hint()}") from None
-        directory.remove_shards()
+        setup.remove_shards(directory)
         return setup.describe_run(directory, summary, document)
 
 
 def _run(
-    setup: RunSetup, directory: RunDirectory, summary: Summary, timer: StageTimer, recovery: Recovery | None
+    setup: RunSetup,
+    directory: RunDirectory,
+    summary: Summary,
+    timer: StageTimer,
+    interrupt: Interrupt,
+    recovery: Recovery | None,
 ) -> None:
     """Write all records, here or by shards, and then tables and report; raise KeyboardInterrupt if it was stopped."""
-    interrupt, sign, out = setup.interrupt, setup.signer_of(directory), directory.root
-    progress, counter = as_progress(setup.options.progress), setup.inputs.counter()
-    thumbnails: Thumbnails = {}
+    options, sign = setup.run, setup.signer_of(directory)
+    progress = as_progress(setup.options.progress)
+    # a supervised shard shows no progress
+    total = setup.inputs.count() if setup.options.progress and recovery is None else None
 
-    def report(summary: Summary) -> None:
+    def report(records: int) -> None:
         failed = summary.statuses["error"]
-        progress(summary.total, counter.total, f"{failed} failed" if failed else "")
+        progress(records, total, f"{failed} failed" if failed else "")
 
-    # the total is reported before the first batch is done
-    with counter.notify(lambda total: progress(summary.total, total, "")):
-        if setup.shards is None:
-            options = setup.run_options(out)
-            doing = "Explaining" if options.report is not None else "Classifying"
-            options.log(f"{doing} with {setup.model.path} in {setup.runtime}, batches of {options.inference.batch}")
-            thumbnails = write_records(
-                setup.images, setup.sessions, options, summary=summary, interrupt=interrupt, timer=timer, report=report,
-                sign=sign, recovery=recovery or NO_RECOVERY,
-            )  # fmt: skip
-        else:
-            launch = run_here
-            if setup.options.ray is not None:
-                from opal_deploy.run.ray_tasks import run_on_ray as launch
-            setup.runtime = run_shards(
-                launch,
-                setup.shards,
-                out,
-                setup.config,
-                run_shard,
-                interrupt,
-                lambda n: progress(n, counter.total, ""),
-                timer,
-            )
-            options = setup.run_options(out)
-            if not interrupt.stopped:
-                join_shards(setup.shards.dirs(out), out, summary, interrupt, setup.max_errors, sign)
+    thumbnails: Thumbnails = {}
+    if setup.devices is None:
+        doing = "Explaining" if options.report is not None else "Classifying"
+        options.log(f"{doing} with {setup.model.path} in {setup.runtime}, batches of {options.inference.batch}")
+        thumbnails = write_records(
+            setup.images, setup.model.sessions, options, summary=summary, interrupt=interrupt, timer=timer,
+            report=report, sign=sign, recovery=recovery or NO_RECOVERY,
+        )  # fmt: skip
+    else:
+        launch = run_here
+        if setup.options.ray is not None:
+            from opal_deploy.run.ray_tasks import run_on_ray as launch
+        run = ShardedRun(
+            setup.inputs.images, setup.options, setup.model, options.out, setup.config, setup.upload_to, run_shard,
+            interrupt, report, setup.devices,
+        )  # fmt: skip
+        try:
+            setup.runtime = run_shards(launch, run, timer)
+        finally:
+            summary.shards = run.summarize()
+        if not interrupt.stopped:
+            join_shards(run, summary, sign)
     if interrupt.stopped:
         raise KeyboardInterrupt
     if summary.accuracy is not None:
@@ -134,7 +139,7 @@ def run_shard(job: ShardJob, recovery: Recovery) -> bool:
 
     def stop_after(done: int, total: int | None, note: str) -> None:
         begun.append(done)
-        if recovery.note is not None and done - begun[0] >= recovery.alone:
+        if recovery.note is not None and done - begun[0] >= ALONE:
             interrupt.requested = True
 
     with handle_signals(lambda _: None) as interrupt:
@@ -153,7 +158,7 @@ def write_records(
     summary: Summary,
     interrupt: Interrupt,
     timer: StageTimer,
-    report: Callable[[Summary], None] = lambda _: None,
+    report: Callable[[int], None] = lambda _: None,
     sign: Callable[[Record], Record] | None = None,
     recovery: Recovery = NO_RECOVERY,
 ) -> Thumbnails:
@@ -166,7 +171,7 @@ def write_records(
         summary: counts all records, even if the run fails.
         interrupt: stops the run gracefully on request.
         timer: receives the times of every stage.
-        report: is called after each write of records.
+        report: receives the number of records after each write.
         sign: signs each record before it is written; None: no record is signed.
         recovery: see `Recovery`.
 
@@ -184,7 +189,7 @@ def write_records(
     if resumed.count or resumed.damaged:
         damage = f"; {resumed.damaged} damaged bytes after them are dropped" if resumed.damaged else ""
         options.log(f"{out}: {resumed.count} records are there already{damage}")
-    options.check_errors(summary)
+    summary.check_errors(options.max_errors)
     remaining = _recover(interrupt.stop_when_requested(images), resumed.count, recovery)
     thumbnails: Thumbnails = {}
     with ExitStack() as stack:
@@ -220,8 +225,8 @@ def write_records(
                     summary.count(record)
             if summary.seconds_to_first_record is None:
                 summary.seconds_to_first_record = time.perf_counter() - started
-            report(summary)
-            options.check_errors(summary)
+            report(summary.total)
+            summary.check_errors(options.max_errors)
     return thumbnails
 
 

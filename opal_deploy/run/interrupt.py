@@ -27,14 +27,11 @@ class Interrupt:
 
     def stop_when_requested(self, items: Iterable[T]) -> Iterator[T]:
         """Yield items until the end is requested."""
-        iterator = iter(items)
-        while not self.requested:
-            try:
-                item = next(iterator)
-            except StopIteration:
+        for item in items:
+            if self.requested:
+                self.stopped = True
                 return
             yield item
-        self.stopped = True
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from opal_deploy.logs import Log, ProgressChoice, log_line
 from opal_deploy.options import (
     DEFAULT_CONFIDENCE,
-    AtlasFolder,
     Batch,
     BoxConfidence,
     CropFile,
@@ -43,26 +42,11 @@ class InferOptions(Decision):
 
     explain: Annotated[bool, Option("Draw an overlay per image and write report.html.")] = False
     sheets: Annotated[bool, Option("Draw an evidence sheet per image: the prediction next to the runner-up.")] = False
-    atlas: AtlasFolder = None
-    heatmap: Annotated[
-        bool, Option("Show attention maps on sheets (implies --sheets); an export needs --outputs attention.")
-    ] = False
-    receptive_field: Annotated[
-        bool, Option("Draw the effective receptive field of each cell, dashed, on overlays and sheets.")
-    ] = False
     slot_names: SlotNameFile = None
-    out: Annotated[
-        StrPath | None,
-        Option(
-            "Output folder, or the URL in a bucket to which it is uploaded.",
-            default="the matching interrupted run's, else explanations, explanations-2, ...",
-            cli=str,
-        ),
-    ] = None
+    out: Annotated[StrPath, Option("Output folder, or the URL in a bucket to which it is uploaded.", cli=str)] = (
+        "explanations"
+    )
     overwrite: Annotated[bool, Option("Replace the files of an earlier run in --out.")] = False
-    resume: Annotated[
-        bool, Option("Resume an interrupted run of the same model, images and options.", flag="--resume/--no-resume")
-    ] = True
     boxes: CropFile = None
     box_confidence: BoxConfidence = DEFAULT_CONFIDENCE
     labels: LabelSource = None
@@ -72,10 +56,7 @@ class InferOptions(Decision):
         Option("Also write a table: parquet or csv; may be repeated.", flag="--format", cli=list[str]),
     ] = ()
     sign: SigningKey = None
-    max_errors: Annotated[
-        int | str | None,
-        Option("Stop after more failed images than this: a number, or P% (from 100 images on).", cli=str),
-    ] = None
+    max_errors: Annotated[int | None, Option("Stop after more failed images than this.", min=0)] = None
     device: Devices = "auto"
     shards: Annotated[
         int | None,
@@ -99,26 +80,18 @@ class InferOptions(Decision):
     cuda_graphs: Annotated[bool, Option("Replay each batch size as a CUDA graph (engines).")] = False
     expect_sha256: ExpectSha256 = None
     max_pixels: MaxPixels = 100_000_000
-    ray: Annotated[
-        str | None, Option("Run the shards on a Ray cluster: auto (on one of its nodes), HOST:PORT, or local.")
-    ] = None
+    ray: Annotated[str | None, Option("Run the shards on a Ray cluster: auto (on one of its nodes), or HOST:PORT.")] = (
+        None
+    )
     ray_cpus: Annotated[
         int | None, Option("CPU cores per shard on the cluster, without GPUs.", min=1, default="one shard per GPU")
     ] = None
     every: Annotated[
         int | str | None,
-        Option(
-            "Take frames of videos: 10 is every tenth frame, 0.5s a frame every half second.",
-            cli=str,
-        ),
+        Option("Take frames of videos: 10 is every tenth frame, 0.5s a frame every half second.", cli=str),
     ] = None
     shard: Annotated[
         str | None, Option("i/n: run only the i-th of n shards, in --out/shards. --shards n joins them.")
-    ] = None
-    report_limit: Annotated[int, Option("Images shown in report.html.", min=0)] = 10_000
-    report_images: Annotated[
-        Literal["embed", "files"] | None,
-        Option("embed overlays in report.html, or show the files in overlays/.", default="embed up to 200 images"),
     ] = None
     recursive: Annotated[bool, Option("Include subfolders.", flag="--recursive/--no-recursive")] = True
     log: Log = log_line

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,57 +21,45 @@ from typing import Any
 from opal_deploy.artifact.engine_file import sidecar_path
 from opal_deploy.artifact.files import model_kind
 from opal_deploy.errors import OpalError, UsageError, first_line, require
-from opal_deploy.records.run_files import RESULTS, RUN
+from opal_deploy.records.run_files import RUN
 from opal_deploy.remote import is_url
-from opal_deploy.run.directory import RunConfig
-from opal_deploy.run.interrupt import Interrupt
-from opal_deploy.run.shards import RecordCounter, RunShard, ShardJob, ShardPlan, supervise_shard
+from opal_deploy.run.shards import POLL_SECONDS, RecordCounter, Recovery, ShardedRun, ShardJob, supervise_shard
 from opal_deploy.worker_pool import WorkerPool
 
-LOCAL = "local"
 _CONNECT_SECONDS = 10.0
 # default cores of a shard without a GPU: many small ones keep the cores busier than few large ones
 _DEFAULT_CPUS = 4
 # times that a task is started again after its node was lost
 _RETRIES = 5
-_POLL_SECONDS = 0.2
 
 
-def run_on_ray(
-    plan: ShardPlan,
-    out: Path,
-    config: RunConfig,
-    run_shard: RunShard,
-    interrupt: Interrupt,
-    report: Callable[[int], None],
-) -> None:
-    """Run the shards of a plan on a cluster, and set their number if the call does not; see `run_shards`."""
-    out, log = out.absolute(), plan.options.log
-    with _connect(str(plan.options.ray)) as ray:
+def run_on_ray(run: ShardedRun) -> None:
+    """Run the shards on a cluster, and set their number if the call does not; see `run_shards`."""
+    with _connect(str(run.options.ray)) as ray:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        gpus, cpus, places = choose_size(nodes, plan.options.ray_cpus)
-        size = f"a GPU and {cpus} CPUs" if gpus else f"{cpus} CPUs"
-        plan.cpus, plan.devices = cpus, ("cuda" if gpus else "cpu",) * (plan.options.shards or places)
-        log(f"Ray {ray.__version__}: {len(plan.devices)} shards, each with {size}; {places} fit at a time")
-        jobs = plan.find_missing(out, config)
-        files = [plan.model, *([sidecar_path(plan.model)] if model_kind(plan.model) == "engine" else [])]
+        gpus, run.cpus, places = choose_size(nodes, run.options.ray_cpus)
+        run.devices = ("cuda" if gpus else "cpu",) * (run.options.shards or places)
+        size = f"a GPU and {run.cpus} CPUs" if gpus else f"{run.cpus} CPUs"
+        run.options.log(f"Ray {ray.__version__}: {len(run.devices)} shards, each with {size}; {places} fit at a time")
+        path = run.model.path
+        files = [path, *([sidecar_path(path)] if model_kind(path) == "engine" else [])]
         model = ray.put({file.name: file.read_bytes() for file in files})
         task = ray.remote(_run_task).options(
-            num_cpus=cpus, num_gpus=gpus, max_retries=_RETRIES, scheduling_strategy="SPREAD"
+            num_cpus=run.cpus, num_gpus=gpus, max_retries=_RETRIES, scheduling_strategy="SPREAD"
         )
-        running = {task.remote(job, run_shard, model, os.getcwd()): job for job in jobs}
-        progress, complete = RecordCounter([folder / RESULTS for folder in plan.dirs(out)]), True
+        running = {task.remote(job, run.run_shard, model, os.getcwd()): job for job in run.find_missing()}
+        counter, complete = RecordCounter(run.folders), True
         try:
-            while running and not interrupt.requested:
-                done, _ = ray.wait(list(running), timeout=_POLL_SECONDS)
+            while running and not run.interrupt.requested:
+                done, _ = ray.wait(list(running), timeout=POLL_SECONDS)
                 for reference in done:
                     complete &= _take_result(ray.get, reference, running.pop(reference))
-                report(progress.count())
+                run.report(counter.count())
         finally:
             # what is left is interrupted: its records are whole, and the same call resumes it
             for reference in running:
                 ray.cancel(reference, force=True)
-        interrupt.stopped = bool(running) or not complete
+        run.interrupt.stopped = bool(running) or not complete
 
 
 def _take_result(get: Callable[[Any], Any], reference: Any, job: ShardJob) -> bool:
@@ -115,7 +101,9 @@ def choose_size(nodes: list[dict[str, float]], cpus: int | None) -> tuple[int, i
     return 0, cpus, places
 
 
-def _run_task(job: ShardJob, run_shard: RunShard, model: dict[str, bytes], folder: str) -> bool | OpalError:
+def _run_task(
+    job: ShardJob, run_shard: Callable[[ShardJob, Recovery], bool], model: dict[str, bytes], folder: str
+) -> bool | OpalError:
     """Run a shard on a node; errors that a user can cause are returned, since Ray would wrap them in tracebacks."""
     try:
         with suppress(OSError):  # where all paths are absolute, it need not be there
@@ -140,39 +128,30 @@ def _connect(address: str) -> Iterator[Any]:
     """Connect this process to a cluster while the block runs, and yield the module `ray`.
 
     Args:
-        address: `local` starts Ray on this machine's loopback address until the end of the block; `auto` uses the
-            cluster that this machine belongs to; else HOST:PORT of its head.
+        address: `auto`, the cluster that this machine belongs to; or HOST:PORT of its head.
 
     Raises:
         UsageError: there is no such cluster. MissingExtra: Ray is not installed.
     """
     require("ray", "ray", "--ray")
-    if "://" in address:
-        raise UsageError(
-            f"--ray {address}: Ray Client holds no run of this kind; run opal-deploy on a node of the cluster with "
-            "--ray auto, for instance as `ray job submit -- opal-deploy infer ... --ray auto`"
-        )
     host, _, port = address.partition(":")
+    if address != "auto" and not port.isdecimal():
+        raise UsageError(
+            f"--ray {address}: expected auto on a node of a cluster, or HOST:PORT of its head; from elsewhere, submit "
+            "the command there: ray job submit -- opal-deploy infer ... --ray auto"
+        )
     if port:
         try:
             # otherwise Ray prints and waits for minutes
             socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
-        except (ValueError, OverflowError, OSError) as error:
+        except (OverflowError, OSError) as error:
             raise _no_connection(address, error) from None
     options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": logging.CRITICAL}
-    environment = {"RAY_USAGE_STATS_ENABLED": "0"}
-    if address == LOCAL:
-        options["include_dashboard"] = False
-        # other users of this machine can reach its ports; read when Ray is imported
-        if "ray" not in sys.modules:
-            environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    if address == LOCAL or host.startswith("127."):
-        # otherwise Ray replaces a loopback address by this machine's outer one, where such a cluster has no node
-        environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if host.startswith("127."):
+        # otherwise Ray replaces a loopback address by this machine's outer one, where such a cluster has no node
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         options["_node_ip_address"] = host
-    for name, value in environment.items():
-        os.environ.setdefault(name, value)
     import ray
 
     try:
@@ -189,7 +168,7 @@ def _connect(address: str) -> Iterator[Any]:
 
 def _no_connection(address: str, error: Exception) -> UsageError:
     return UsageError(
-        f"--ray {address}: no connection ({first_line(error)}); expected local, auto on a node of a cluster, or "
+        f"--ray {address}: no connection ({first_line(error)}); expected auto on a node of a cluster, or "
         "HOST:PORT of its head from such a node, with RAY_AUTH_MODE=token where the cluster wants a token"
     )
 

@@ -2,66 +2,128 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import os
 import shlex
+import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any
 
-from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.errors import OpalError, UsageError
+from opal_deploy.errors import OpalError
 from opal_deploy.logs import Log
 from opal_deploy.options import StrPath, to_arguments
 from opal_deploy.predict.prepare import raise_pillow_limit
-from opal_deploy.predict.setup import LoadedModel, check_model, describe_model, load_model
+from opal_deploy.predict.setup import LoadedModel, check_model, fingerprint_file, load_model
 from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.preprocess.decode import Decoding
 from opal_deploy.records.decision import Decision
+from opal_deploy.records.names import unescape_name
 from opal_deploy.records.record import Record
-from opal_deploy.records.run_files import REPORT, RESULTS, SHEETS, SUMMARY
+from opal_deploy.records.run_files import REPORT, RESULTS, SHARDS, SHEETS, SUMMARY
 from opal_deploy.records.signatures import Signer
-from opal_deploy.records.tables import TABLES, Format, check_formats
-from opal_deploy.remote import check_output, is_url, redact, upload_folder
-from opal_deploy.run.completed import InferenceRun
-from opal_deploy.run.directory import IMAGES, RunDirectory
+from opal_deploy.records.tables import TABLES, Format, check_formats, write_table
+from opal_deploy.remote import check_output, is_url, redact, remove_folder, upload_folder
+from opal_deploy.run.directory import IMAGES, InferenceRun, RunDirectory, read_records
 from opal_deploy.run.drawing import ReportOptions, list_evidence, report_facts, report_title
-from opal_deploy.run.inputs import Inputs, parse_shard
-from opal_deploy.run.interrupt import Interrupt
 from opal_deploy.run.options import InferOptions
-from opal_deploy.run.shards import ShardPlan, part_url, plan_shards, shard_dir
-from opal_deploy.run.sheets import SheetBuilder, SheetSetup, prepare_sheets
-from opal_deploy.run.summary import ErrorLimit, Summary
+from opal_deploy.run.shards import parse_shard, part_url, plan_shards, shard_dir
+from opal_deploy.run.sheets import SheetBuilder, SheetOptions, check_exact_evidence, load_slot_names
+from opal_deploy.run.summary import Summary
 from opal_deploy.runtime.devices import default_batch, default_workers
-from opal_deploy.runtime.session import Session
-from opal_deploy.sources.discovery import STDIN
+from opal_deploy.sources import discovery
+from opal_deploy.sources.annotations import Crops, Labels, annotate, read_boxes, read_labels
 from opal_deploy.sources.image import InputImage, Skipped
+from opal_deploy.sources.video import NO_VIDEOS, Sampling, VideoOptions, require_pyav
 
 
-class OpenModel(Protocol):
-    """A model that is open already, such as `opal_deploy.Model`."""
+@dataclass(frozen=True)
+class Inputs:
+    """The images of a run.
 
-    @property
-    def path(self) -> Path | None:
-        """The model's file; None for a model without one."""
-        ...
+    Attributes:
+        images: folders, files, globs, archives, lists.
+        recursive: include subfolders.
+        boxes, labels: crops and labels by image; None: none.
+        video: how videos are read, and which of their frames.
+        part: the shard's positions in the list of images, in which a video counts as one; None: all.
+        skipped: counts the other files that `find_images` met.
+    """
 
-    @property
-    def sha256(self) -> str | None:
-        """The file's hex digest."""
-        ...
+    images: list[str]
+    recursive: bool = True
+    boxes: Crops | None = None
+    labels: Labels | None = None
+    video: VideoOptions = NO_VIDEOS
+    part: range | None = None
+    skipped: Skipped = field(default_factory=Skipped)
 
-    @property
-    def sessions(self) -> list[Session]:
-        """One per device."""
-        ...
+    @staticmethod
+    def read(images: list[str], options: InferOptions) -> Inputs:
+        """Check the inputs, and read the files of boxes and labels; raise UsageError if any cannot be used."""
+        video = VideoOptions(
+            None if options.every is None else Sampling.parse(str(options.every)),
+            max_pixels=options.max_pixels, isolate=options.isolate, timeout=options.decode_timeout or None,
+        )  # fmt: skip
+        discovery.check_inputs(images, video.sampling)
+        if video.sampling is not None:
+            require_pyav()
+        boxes = None if options.boxes is None else read_boxes(Path(options.boxes), options.box_confidence)
+        if boxes is not None and boxes.note:
+            options.log(boxes.note)
+        labels = None if options.labels is None else read_labels(options.labels)
+        return Inputs(images, options.recursive, boxes, labels, video)
 
-    @property
-    def metadata(self) -> Metadata:
-        """The model's metadata."""
-        ...
+    def find_images(self) -> Iterator[InputImage]:
+        """Yield the images in order, with crops and labels; raise UsageError if there is none."""
+        items = self._list_items(self.skipped)
+        if self.part is None:
+            images = discovery.expand(items, self.video)
+        else:
+            first = sum(map(self._count_records, itertools.islice(items, self.part.start)))
+            items = itertools.islice(items, len(self.part))
+            images = discovery.expand(items, self.video, first, is_part=True)
+        # searched now, so that a call without images ends before anything is written
+        head = list(itertools.islice(images, 1))
+        images = itertools.chain(head, images)
+        return images if self.boxes is None and self.labels is None else annotate(images, self.boxes, self.labels)
+
+    def take_shard(self, shard: tuple[int, int], batch: int) -> Inputs:
+        """Return the i-th of n contiguous shards of the list; all but the last are whole batches."""
+        index, count = shard
+        num_items = sum(1 for _ in self._list_items(Skipped()))
+        length = -(-num_items // (count * batch)) * batch
+        return replace(self, part=range((index - 1) * length, index * length))
+
+    def unused_labels(self) -> list[str]:
+        """Return the images that the file of labels names, and that `find_images` has not yielded.
+
+        Empty for a shard, since other shards have those images.
+        """
+        return self.labels.unused() if self.labels is not None and self.part is None else []
+
+    def count(self) -> int | None:
+        """Return the number of records; None if inputs would have to be read, requested over a network or waited for.
+
+        Listing names takes some 10 µs per image.
+        """
+        if self.video.sampling is not None or not all(map(discovery.is_countable, self.images)):
+            return None
+        return sum(map(self._count_records, self._list_items(Skipped())))
+
+    def _list_items(self, skipped: Skipped) -> Iterator[InputImage]:
+        videos = self.video.sampling is not None
+        return discovery.list_items(self.images, skipped, sys.stdin, recursive=self.recursive, videos=videos)
+
+    def _count_records(self, item: InputImage) -> int:
+        """Return the number of records of a listed image; a video counts as one."""
+        if self.boxes is None or item.error is not None:
+            return 1
+        return self.boxes.count(unescape_name(item.name or ""))
 
 
 @dataclass(frozen=True)
@@ -69,7 +131,7 @@ class RunOptions:
     """The files that a run writes, and when it ends.
 
     Attributes:
-        out: the run directory, which exists.
+        out: the run directory.
         inference: how images are classified; `keep_images` and `keep_outputs` where they are drawn.
         report: draw an overlay per image and write report.html; None: neither.
         sheets: draw an evidence sheet per image; None: none.
@@ -83,13 +145,8 @@ class RunOptions:
     report: ReportOptions | None = None
     sheets: SheetBuilder | None = None
     formats: tuple[Format, ...] = ()
-    max_errors: ErrorLimit | None = None
+    max_errors: int | None = None
     log: Log = lambda _: None
-
-    def check_errors(self, summary: Summary) -> None:
-        """Raise StoppedEarly if too many images failed."""
-        if self.max_errors is not None:
-            self.max_errors.check(summary)
 
 
 @dataclass
@@ -99,39 +156,25 @@ class RunSetup:
     Attributes:
         options, inputs: of the call.
         model: the model; without sessions where shards open it.
-        sheets: the evidence sheets, and the sessions that have the outputs for them.
-        inference: how images are classified.
-        formats, max_errors, signer: see `RunOptions`; None: no record is signed.
-        out: the run directory; None: to be chosen.
-        upload_to: the URL to which it is uploaded when the run ends; None: nowhere.
-        command: the call without options.
-        shards: the processes that share the images; None: this process classifies them.
+        run: the files that the run writes; the report without the engines of shards.
+        signer: signs records; None: no record is signed.
+        upload_to: the URL to which the run directory is uploaded when the run ends; None: nowhere.
+        command: the call as others may read it.
+        devices: those of the shards, see `plan_shards`; None: this process classifies all images.
         runtime: the engines and devices in one line.
-        interrupt: stops the run gracefully on request.
-        images, skipped: the images to classify, which shards find anew, and the count of other files.
+        images: the images to classify, which shards find anew.
     """
 
     options: InferOptions
     inputs: Inputs
     model: LoadedModel
-    sheets: SheetSetup
-    inference: InferenceOptions
-    formats: tuple[Format, ...]
-    max_errors: ErrorLimit | None
+    run: RunOptions
     signer: Signer | None
-    out: Path | None
     upload_to: str | None
-    command: list[str]
-    shards: ShardPlan | None
+    command: str
+    devices: tuple[str, ...] | None
     runtime: str
-    interrupt: Interrupt
     images: Iterator[InputImage]
-    skipped: Skipped
-
-    @property
-    def sessions(self) -> list[Session]:
-        """The model's sessions."""
-        return self.sheets.sessions
 
     @property
     def config(self) -> dict[str, Any]:
@@ -143,13 +186,15 @@ class RunSetup:
             "explain": options.explain,
             "boxes": None if inputs.boxes is None else inputs.boxes.identity,
             "labels": None if inputs.labels is None else inputs.labels.identity,
-            **self.inference.decision.limits,
+            **self.run.inference.decision.limits,
             "top": options.top,
             "max_pixels": options.max_pixels,
             "decode": options.decode,
             "shard": options.shard,
             "recursive": options.recursive,
-            **self.sheets.config,
+            # only where it was given, so that other runs do not depend on it
+            **({"sheets": True} if options.sheets else {}),
+            **({"slot_names": fingerprint_file(Path(options.slot_names))} if options.slot_names is not None else {}),
             **({"every": str(inputs.video.sampling)} if inputs.video.sampling is not None else {}),
             **({"sign": self.signer.fingerprint} if self.signer is not None else {}),
         }
@@ -163,13 +208,6 @@ class RunSetup:
         layout = {"slots": metadata.prototypes_per_class, "grid": list(metadata.grid)}
         return {"layout": layout | {"classes": metadata.num_classes, "dropped": list(metadata.dropped)}}
 
-    def run_options(self, out: Path) -> RunOptions:
-        """Return what the run writes into its directory."""
-        return RunOptions(
-            out, self.inference, self._plan_report() if self.options.explain else None, self.sheets.builder,
-            self.formats, self.max_errors, self.options.log,
-        )  # fmt: skip
-
     def signer_of(self, directory: RunDirectory) -> Callable[[Record], Record] | None:
         """Return what signs the run's records; None: none is signed."""
         return None if self.signer is None else partial(self.signer.sign, run=directory.run_id)
@@ -178,14 +216,12 @@ class RunSetup:
         """Sign run.json if asked to, and write summary.json; `stopped` is why the run ended early."""
         if self.signer is not None:
             directory.sign_config(summary, self.signer, complete=stopped is None)
-        context = {"model": self.model.fingerprint, "runtime": self.runtime}
-        if self.shards is not None:
-            context["shards"] = self.shards.summarize()
-        return directory.write_summary(summary, context | {"command": self._format_command(short=True)}, stopped)
+        context = {"model": self.model.fingerprint, "runtime": self.runtime, "command": self.command}
+        return directory.write_summary(summary, context, stopped)
 
     def write_early_summary(self, directory: RunDirectory, summary: Summary, stopped: str) -> None:
         """Write summary.json of a run that ended early, if the disk has space for it, and upload what there is."""
-        with contextlib.suppress(OpalError):
+        with suppress(OpalError):
             self.write_summary(directory, summary, stopped)
             self.upload(directory)
 
@@ -195,6 +231,12 @@ class RunSetup:
             upload_folder(directory.root, self.upload_to)
             self.options.log(f"Uploaded to {redact(self.upload_to)}")
 
+    def remove_shards(self, directory: RunDirectory) -> None:
+        """Remove the folders of shards, whose records and drawings have been joined in the run directory."""
+        shutil.rmtree(directory.root / SHARDS, ignore_errors=True)
+        if self.devices is not None and self.upload_to is not None:
+            remove_folder(f"{self.upload_to.rstrip('/')}/{SHARDS}")
+
     def return_finished(self, directory: RunDirectory) -> InferenceRun:
         """Return a run that is complete already, and write any of its tables that are missing."""
         document, log, root = directory.read_summary(), self.options.log, directory.root
@@ -202,84 +244,56 @@ class RunSetup:
             f"{root}: this run is finished ({document['images']} images, ended {document['ended']}); --overwrite "
             "computes it again"
         )
-        for kind in self.formats:
+        for kind in self.run.formats:
             if not (root / TABLES[kind]).exists():
-                directory.write_table(kind)
+                write_table(read_records(root / RESULTS), root, kind)
                 log(f"Table: {root}/{TABLES[kind]}")
         self.upload(directory)
-        return InferenceRun(root, document, (f"Summary: {root}/{SUMMARY}",), frozenset(self._files))
+        return InferenceRun(root, document, (f"Summary: {root}/{SUMMARY}",))
 
     def describe_run(self, directory: RunDirectory, summary: Summary, document: dict[str, Any]) -> InferenceRun:
         """Return a run that has just been completed, with what the command prints about it."""
-        lines = [*summary.describe(), *self.skipped.describe(), *self._describe_evidence()]
-        lines += [f"{title}: {directory.root}/{name}" for name, title in self._files.items()]
-        return InferenceRun(directory.root, document, tuple(lines), frozenset(self._files))
+        lines = [*summary.describe(), *self.inputs.skipped.describe()]
+        files = [("Records", RESULTS), *(("Table", TABLES[kind]) for kind in self.run.formats)]
+        files += [("Sheets", SHEETS)] * self.options.sheets + [("Report", REPORT)] * self.options.explain
+        lines += [f"{title}: {directory.root}/{name}" for title, name in files]
+        return InferenceRun(directory.root, document, tuple(lines))
 
     def resume_hint(self) -> str:
         """Return how to resume the run: with the same command, unless that would begin a new run."""
-        restarts = self.options.overwrite or not self.options.resume
-        command = self._format_command(replace(self.options, overwrite=False, resume=True))
-        return f"resume with: {command}" if restarts else f"the same command resumes: {command}"
-
-    @cached_property
-    def _files(self) -> dict[str, str]:
-        """The files of a complete run, with their titles."""
-        return {
-            RESULTS: "Records",
-            **{TABLES[kind]: "Table" for kind in self.formats},
-            **({SHEETS: "Sheets"} if self.sheets.builder is not None else {}),
-            **({REPORT: "Report"} if self.options.explain else {}),
-        }
-
-    def _describe_evidence(self) -> Iterator[str]:
-        """Yield lines on the measured quality of the model's evidence; none without `explain`."""
-        rows = list_evidence(self.model.path, self.model.metadata) if self.options.explain else ()
-        if rows:
-            yield "Evidence:"
-        for name, value in rows:
-            yield f"  {name + ':':<18}{value}"
-
-    def _plan_report(self) -> ReportOptions:
-        path, metadata, options = self.model.path, self.model.metadata, self.options
-        # the report may be passed on, and its reader has the model elsewhere
-        evidence = list_evidence(Path(path.name), metadata)
-        facts = report_facts(path, metadata, self.runtime, self._format_command(short=True))
-        return ReportOptions(
-            facts, options.report_limit, options.report_images, evidence, metadata.effective_field,
-            options.receptive_field, report_title(self.inputs.images, path), frozenset(metadata.class_names),
-        )  # fmt: skip
-
-    def _format_command(self, options: InferOptions | None = None, *, short: bool = False) -> str:
-        """Return the shell command for this run; `short`: absolute paths as their last part, without folders."""
-        arguments = [*self.command, *to_arguments(options or self.options)]
-        if short:
-            arguments = [Path(argument).name if os.path.isabs(argument) else argument for argument in arguments]
-        return redact(shlex.join(arguments))
+        return f"the same command{' without --overwrite' if self.options.overwrite else ''} resumes"
 
 
-def prepare_run(images: Sequence[str], model: StrPath | OpenModel | None, options: InferOptions) -> RunSetup:
+def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, options: InferOptions) -> RunSetup:
     """Check the call, open the model and find the first image; nothing is written."""
     # everything is checked before the model is loaded
     inputs = Inputs.read(list(images), options)
     formats = check_formats(options.formats) if options.formats else ()
-    max_errors = None if options.max_errors is None else ErrorLimit.parse(str(options.max_errors))
     out, upload_to = _parse_out(options)
     signer = None if options.sign is None else Signer(options.sign, options.log)
-    shards = plan_shards(images, options, model_is_open=_is_open(model))
+    devices = plan_shards(images, options, model_is_open=isinstance(model, LoadedModel))
     raise_pillow_limit(options.max_pixels)
 
-    loaded = _open_model(model, options, elsewhere=shards is not None)
+    loaded = (
+        model
+        if isinstance(model, LoadedModel)
+        else load_model(
+            None if model is None else Path(model), device=options.device, threads=options.threads,
+            cuda_graphs=options.cuda_graphs, expect_sha256=options.expect_sha256, runtime=options.runtime,
+            log=options.log, elsewhere=devices is not None,
+        )
+    )  # fmt: skip
     path, metadata = loaded.path, loaded.metadata
-    if shards is not None:
-        shards = replace(shards, model=path.resolve(), model_sha256=loaded.fingerprint["sha256"], upload_to=upload_to)
     check_model(
         path, metadata, explain=options.explain, boxed=inputs.boxes is not None, top=options.top, log=options.log
     )
     decision = Decision.of(options).resolve(path, metadata, options.log)
-    sheets = SheetSetup(None, None, loaded.sessions, {})
-    if options.sheets or options.heatmap or options.receptive_field or options.atlas or options.slot_names:
-        sheets = prepare_sheets(loaded, options, decision)
-    sessions = sheets.sessions
+    slot_names = None
+    if options.sheets or options.slot_names is not None:
+        check_exact_evidence(metadata, str(path))
+        slot_names = load_slot_names(metadata, None if options.slot_names is None else Path(options.slot_names))
+    sheets = SheetBuilder(metadata, SheetOptions(names=slot_names, decision=decision)) if options.sheets else None
+    sessions = loaded.sessions
     inference = InferenceOptions(
         batch=options.batch or (default_batch(sessions[0]) if sessions else 1),
         fixed_batch=True,
@@ -291,32 +305,31 @@ def prepare_run(images: Sequence[str], model: StrPath | OpenModel | None, option
         top=options.top,
         decision=decision,
         model_sha256=loaded.fingerprint["sha256"],
-        slot_names=sheets.slot_names,
-        keep_images=options.explain or sheets.builder is not None,
-        keep_outputs=sheets.builder is not None,
+        slot_names=slot_names,
+        keep_images=options.explain or options.sheets,
+        keep_outputs=options.sheets,
     )
     if options.shard is not None:
         inputs = inputs.take_shard(parse_shard(options.shard), inference.batch)
-    command = ["opal-deploy", "infer", *images, *(["--model", str(path)] if model else [])]
+    arguments = [*images, *(["--model", str(path)] if model else []), *to_arguments(options)]
+    # others may read it, and need not know the folders
+    names = [Path(argument).name if os.path.isabs(argument) else argument for argument in arguments]
+    command = redact(shlex.join(["opal-deploy", "infer", *names]))
     runtime = "; ".join(session.description for session in sessions)
-    skipped = Skipped()
-    found: Iterator[InputImage] = iter(())
-    if shards is None or STDIN not in images:
-        # raises if there is no image
-        found = inputs.find_images(skipped)
-    return RunSetup(
-        options, inputs, loaded, sheets, inference, formats, max_errors, signer, out, upload_to, command, shards,
-        runtime, options.interrupt or Interrupt(), found, skipped,
-    )  # fmt: skip
+    report = None
+    if options.explain:
+        report = ReportOptions(
+            report_facts(path, metadata, runtime, command), list_evidence(Path(path.name), metadata),
+            metadata.effective_field, report_title(inputs.images, path), frozenset(metadata.class_names),
+        )  # fmt: skip
+    run = RunOptions(out, inference, report, sheets, formats, options.max_errors, options.log)
+    # raises if there is no image
+    found = inputs.find_images()
+    return RunSetup(options, inputs, loaded, run, signer, upload_to, command, devices, runtime, found)
 
 
-def _parse_out(options: InferOptions) -> tuple[Path | None, str | None]:
-    """Return the run directory, None if none was given, and the URL to upload it to, which can be written to."""
-    if options.out is None:
-        for flag, value in (("--overwrite", options.overwrite), ("--shard", options.shard)):
-            if value:
-                raise UsageError(f"{flag} without --out: give the folder of the run")
-        return None, None
+def _parse_out(options: InferOptions) -> tuple[Path, str | None]:
+    """Return the run directory and the URL to upload it to, which can be written to."""
     out = os.fspath(options.out)
     upload_to = out if is_url(out) else None
     if upload_to is not None:
@@ -327,26 +340,3 @@ def _parse_out(options: InferOptions) -> tuple[Path | None, str | None]:
         return path, upload_to
     path = shard_dir(path, *parse_shard(options.shard))
     return path, upload_to and part_url(upload_to, path)
-
-
-def _is_open(model: StrPath | OpenModel | None) -> TypeGuard[OpenModel]:
-    """Return whether this is a loaded model, which has a path, too."""
-    return hasattr(model, "sessions")
-
-
-def _open_model(model: StrPath | OpenModel | None, options: InferOptions, *, elsewhere: bool) -> LoadedModel:
-    """Open a model, or only read its metadata if it is opened elsewhere."""
-    if _is_open(model):
-        if model.path is None or model.sha256 is None:
-            raise UsageError("model: an open model without a file; give the path of a file")
-        fingerprint = {"file": model.path.name, "sha256": model.sha256}
-        return LoadedModel(model.path, model.sessions, fingerprint, model.metadata)
-    path = None if model is None else Path(cast(StrPath, model))
-    if elsewhere:
-        return describe_model(
-            path, device=options.device, expect_sha256=options.expect_sha256, runtime=options.runtime, log=options.log
-        )
-    return load_model(
-        path, device=options.device, threads=options.threads, cuda_graphs=options.cuda_graphs,
-        expect_sha256=options.expect_sha256, runtime=options.runtime, log=options.log,
-    )  # fmt: skip

@@ -10,41 +10,40 @@ which names the image that ends it: that one gets an error record, and the rest 
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from msgspec import structs
 
 from opal_deploy.artifact.files import read_json
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.logs import Log
+from opal_deploy.predict.setup import LoadedModel
 from opal_deploy.records.record import Answered, Record
 from opal_deploy.records.run_files import OVERLAYS, RESULTS, SHARDS, SHEETS, SUMMARY, overlay_name, sheet_name
-from opal_deploy.remote import download_folder, redact
-from opal_deploy.run.directory import IMAGES, RunConfig, inspect_run_dir
+from opal_deploy.remote import download_folder
+from opal_deploy.run.directory import RecordWriter, RunConfig, inspect_run_dir, read_records
 from opal_deploy.run.interrupt import Interrupt
 from opal_deploy.run.options import InferOptions
-from opal_deploy.run.results import RecordWriter, read_records
-from opal_deploy.run.summary import ErrorLimit, Summary
+from opal_deploy.run.summary import Summary
 from opal_deploy.runtime.devices import available_cpus, default_workers, split_devices
-from opal_deploy.sources.discovery import LIST_MARK, STDIN, stdin_lines
+from opal_deploy.sources.discovery import STDIN
 from opal_deploy.timing import StageTime, StageTimer, StageTimes
 from opal_deploy.worker_pool import WorkerCrashed, WorkerPool
 
 # crashes until images are predicted one at a time, and how many of them are
-_CRASHES_IN_BATCHES, _ALONE = 2, 128
+_CRASHES_IN_BATCHES, ALONE = 2, 128
 # the run ends after so many crashes that no image explains, or images that end a shard's process
 _MAX_UNEXPLAINED, _MAX_CRASHED = 5, 20
 # records that are joined at a time
 _JOINED = 1000
-_POLL_SECONDS = 0.2
+POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,12 @@ class Recovery:
 
     Attributes:
         crashed: how it ended, completing "it ...", by the numbers of images that ended it, which get error records.
-        note: file that receives the number of each image before it begins; then images are predicted one at a time.
-        alone: number of images after which the shard returns, if `note` is given.
+        note: file that receives the number of each image before it begins; then images are predicted one at a time,
+            and the shard returns after `ALONE` of them.
     """
 
     crashed: Mapping[int, str] = field(default_factory=dict)
     note: Path | None = None
-    alone: int = _ALONE
 
 
 @dataclass(frozen=True)
@@ -77,10 +75,12 @@ class ShardJob:
         return f"shard {self.options.shard}"
 
 
-# runs a shard in this process, and returns whether it is complete; False: it was interrupted
-RunShard: TypeAlias = Callable[[ShardJob, Recovery], bool]
-# runs the missing shards of a plan; the arguments are those of `run_here`
-Launch: TypeAlias = "Callable[[ShardPlan, Path, RunConfig, RunShard, Interrupt, Callable[[int], None]], None]"
+def parse_shard(text: str) -> tuple[int, int]:
+    """Parse `i/n`, i from 1 to n; raise UsageError for anything else."""
+    parts = text.split("/")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts) or not 1 <= int(parts[0]) <= int(parts[1]):
+        raise UsageError(f"shard {text!r}: expected i/n with i from 1 to n, such as 1/4")
+    return int(parts[0]), int(parts[1])
 
 
 def shard_dir(out: Path, index: int, count: int) -> Path:
@@ -88,77 +88,108 @@ def shard_dir(out: Path, index: int, count: int) -> Path:
     return out / SHARDS / f"{index}-of-{count}"
 
 
+def part_url(url: str, folder: Path) -> str:
+    """Return the URL of a shard in the run at `url`."""
+    return f"{url.rstrip('/')}/{SHARDS}/{folder.name}"
+
+
 @dataclass
-class ShardPlan:
-    """The shards of a run.
+class ShardedRun:
+    """A run whose shards other processes run.
 
     Attributes:
         images, options: of the call.
+        model: the model, which the shards open.
+        out, config: the run directory, and the configuration of the run.
+        upload_to: URL of the run; where nodes share no storage, each uploads its shards there.
+        run_shard: runs a shard in its process, and returns whether it is complete; False: it was interrupted.
+        interrupt: stops the shards gracefully on request.
+        report: receives the number of records so far.
         devices: the device of each shard; set once a cluster's size is known.
         cpus: CPUs that each shard may keep busy.
-        model, model_sha256: the model's file and its hex digest.
-        upload_to: URL of the run; where nodes share no storage, each uploads its shards there.
         crashes: processes that ended.
     """
 
     images: list[str]
     options: InferOptions
-    devices: tuple[str, ...] = ()
+    model: LoadedModel
+    out: Path
+    config: RunConfig
+    upload_to: str | None
+    run_shard: Callable[[ShardJob, Recovery], bool]
+    interrupt: Interrupt
+    report: Callable[[int], None]
+    devices: tuple[str, ...]
     cpus: int = 1
-    model: Path = Path()
-    model_sha256: str = ""
-    upload_to: str | None = None
     crashes: int = 0
 
-    def dirs(self, out: Path) -> list[Path]:
-        """Return the run directories of the shards of the run in `out`."""
-        return [shard_dir(out, index, len(self.devices)) for index in range(1, len(self.devices) + 1)]
+    @property
+    def folders(self) -> list[Path]:
+        """The run directories of the shards, in order."""
+        count = len(self.devices)
+        return [shard_dir(self.out, index, count) for index in range(1, count + 1)]
 
-    def jobs(self, out: Path) -> list[ShardJob]:
-        """Return the shards of the run in `out`."""
-        options, count = self.options, len(self.devices)
-        jobs = []
-        for index, (device, folder) in enumerate(zip(self.devices, self.dirs(out), strict=True), 1):
-            own = replace(
-                options,
-                out=out if options.ray is None or self.upload_to is None else self.upload_to,
-                shard=f"{index}/{count}", shards=None, ray=None, ray_cpus=None, device=device,
-                threads=max(1, options.threads // count) if options.threads else self.cpus,
-                workers=max(1, options.workers // count) if options.workers else default_workers(self.cpus),
-                expect_sha256=self.model_sha256, sign=None, formats=(), overwrite=False,
-                log=_ignore, progress=None, interrupt=None,
-            )  # fmt: skip
-            jobs.append(ShardJob(self.images, self.model, own, folder))
-        return jobs
-
-    def find_missing(self, out: Path, config: RunConfig) -> list[ShardJob]:
-        """Return the shards that are not complete; raise UsageError if one is of another run than `config`."""
-        missing = []
-        for job in self.jobs(out):
-            if self.upload_to is not None and not job.out.exists():
-                # it may have been run elsewhere
-                download_folder(part_url(self.upload_to, job.out), job.out)
-            own = {**config, IMAGES: list(map(redact, job.images)), "shard": job.options.shard}
-            own.pop("sign", None)
-            if inspect_run_dir(job.out, own).state != "finished":
-                missing.append(job)
-        return missing
-
-    def summarize(self) -> dict[str, Any]:
+    def summarize(self) -> dict[str, int]:
         """Return the entry of summary.json."""
         return {"count": len(self.devices), "crashes": self.crashes}
 
+    def find_missing(self) -> list[ShardJob]:
+        """Return the shards that are not complete; raise UsageError if one is of another run."""
+        options, count, missing = self.options, len(self.devices), []
+        for index, (device, folder) in enumerate(zip(self.devices, self.folders, strict=True), 1):
+            if self.upload_to is not None and not folder.exists():
+                # it may have been run elsewhere
+                download_folder(part_url(self.upload_to, folder), folder)
+            shard_config = {**self.config, "shard": f"{index}/{count}"}
+            shard_config.pop("sign", None)
+            if inspect_run_dir(folder, shard_config).state == "finished":
+                continue
+            shard_options = replace(
+                options,
+                out=self.out.absolute() if options.ray is None or self.upload_to is None else self.upload_to,
+                shard=f"{index}/{count}", shards=None, ray=None, ray_cpus=None, device=device,
+                threads=max(1, options.threads // count) if options.threads else self.cpus,
+                workers=max(1, options.workers // count) if options.workers else default_workers(self.cpus),
+                expect_sha256=self.model.fingerprint["sha256"], sign=None, formats=(), overwrite=False,
+                log=_ignore, progress=None, interrupt=None,
+            )  # fmt: skip
+            missing.append(ShardJob(self.images, self.model.path.resolve(), shard_options, folder))
+        return missing
 
-def plan_shards(images: Sequence[str], options: InferOptions, *, model_is_open: bool) -> ShardPlan | None:
-    """Return the shards of a call; None if this process classifies all images.
+
+def _ignore(_: str) -> None:
+    """Print nothing: all shards would print the same."""
+
+
+@dataclass
+class RecordCounter:
+    """Counts the records of shards while these append to them."""
+
+    folders: Sequence[Path]
+    _sizes: Counter[Path] = field(default_factory=Counter)
+    _records: int = 0
+
+    def count(self) -> int:
+        """Return the number of records so far."""
+        for path in (folder / RESULTS for folder in self.folders):
+            with suppress(OSError), path.open("rb") as stream:
+                stream.seek(self._sizes[path])
+                while data := stream.read(1 << 20):
+                    self._sizes[path] += len(data)
+                    self._records += data.count(b"\n")
+        return self._records
+
+
+def plan_shards(images: Sequence[str], options: InferOptions, *, model_is_open: bool) -> tuple[str, ...] | None:
+    """Return the device of each shard of a call; None if this process classifies all images.
+
+    There is none yet on a cluster, whose size is not known.
 
     Raises:
         UsageError: options contradict each other, or an open model.
     """
     if options.ray is None and options.ray_cpus is not None:
-        raise UsageError(
-            "--ray-cpus without --ray: it is the size of a shard there; give --ray local, auto or HOST:PORT"
-        )
+        raise UsageError("--ray-cpus without --ray: it is the size of a shard there; give --ray auto or HOST:PORT")
     if options.ray is not None and options.device != "auto":
         raise UsageError(
             f"--device {options.device} with --ray: every shard has one GPU, or with --ray-cpus N that many CPUs; "
@@ -169,95 +200,58 @@ def plan_shards(images: Sequence[str], options: InferOptions, *, model_is_open: 
         raise UsageError(
             f"--shard {options.shard} runs one shard; --shards, --ray and --sign belong to the call that joins them"
         )
+    if STDIN in images and (asked or options.shard is not None):
+        raise UsageError("-: every shard reads the list; write it to a file, and give @FILE")
     if asked and model_is_open:
         raise UsageError("model: other processes open it; give the path of the model file")
     if options.ray is not None:
-        return ShardPlan(list(images), options)
+        return ()
     devices = split_devices(options.device)
-    count = 1 if options.shard is not None or model_is_open else options.shards or len(devices)
+    alone = options.shard is not None or model_is_open or STDIN in images
+    count = 1 if alone else options.shards or len(devices)
     if count == 1:
         return None
     # GPUs in turn: of more processes than GPUs, several share one
-    names = tuple(devices[number % len(devices)] for number in range(count))
-    return ShardPlan(list(images), options, names, max(1, available_cpus() // count))
+    return tuple(devices[number % len(devices)] for number in range(count))
 
 
-def _ignore(_: str) -> None:
-    """Print nothing: all shards would print the same."""
-
-
-def _copy_stdin(out: Path) -> str:
-    """Write the list on standard input to a file that every shard reads, and return it as an input."""
-    path = out / SHARDS / "stdin.txt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8", errors="surrogateescape", newline="\n") as stream:
-        stream.writelines(f"{line}\n" for line in stdin_lines(sys.stdin))
-    return f"{LIST_MARK}{path}"
-
-
-def part_url(url: str, folder: Path) -> str:
-    """Return the URL of a shard in the run at `url`."""
-    return f"{url.rstrip('/')}/{SHARDS}/{folder.name}"
-
-
-def run_shards(
-    launch: Launch,
-    plan: ShardPlan,
-    out: Path,
-    config: RunConfig,
-    run_shard: RunShard,
-    interrupt: Interrupt,
-    report: Callable[[int], None],
-    timer: StageTimer,
-) -> str:
+def run_shards(launch: Callable[[ShardedRun], None], run: ShardedRun, timer: StageTimer) -> str:
     """Run all shards that are not complete, and return their runtimes and devices in one line.
 
     Args:
         launch: `run_here`, or `ray_tasks.run_on_ray`.
-        plan: the shards.
-        out, config: the run directory, and the configuration of the run.
-        run_shard: runs one of them.
-        interrupt: stops them gracefully on request.
-        report: receives the number of records so far.
+        run: the shards.
         timer: receives the times of all shards.
 
     Raises:
         StoppedEarly, UsageError: a shard raised it, and the others were stopped.
     """
-    plan.images = [_copy_stdin(out) if image == STDIN else image for image in plan.images]
-    launch(plan, out, config, run_shard, interrupt, report)
-    if plan.upload_to is not None and not interrupt.stopped:
-        # those that a cluster's nodes uploaded
-        plan.find_missing(out, config)
+    launch(run)
+    if run.upload_to is not None and not run.interrupt.stopped:
+        # downloads those that a cluster's nodes uploaded
+        run.find_missing()
     runtimes: dict[str, None] = {}
-    for folder in plan.dirs(out):
+    for folder in run.folders:
         with suppress(OSError, ValueError):
             document = read_json(folder / SUMMARY)
             runtimes[document["runtime"]] = None
             stages = tuple(StageTime(**row) for row in document["time"]["stages"])
             timer.add_times(StageTimes(stages, tuple(document["time"]["waits"].items())))
-    return f"{len(plan.devices)} shards: {'; '.join(runtimes)}"
+    return f"{len(run.devices)} shards: {'; '.join(runtimes)}"
 
 
-def run_here(
-    plan: ShardPlan,
-    out: Path,
-    config: RunConfig,
-    run_shard: RunShard,
-    interrupt: Interrupt,
-    report: Callable[[int], None],
-) -> None:
+def run_here(run: ShardedRun) -> None:
     """Run the shards that are not complete as processes of this machine; see `run_shards`."""
-    plan.options.log(f"{len(plan.devices)} shards, each with {plan.cpus} of {available_cpus()} CPUs")
-    jobs = plan.find_missing(out, config)
+    run.cpus = max(1, available_cpus() // len(run.devices))
+    run.options.log(f"{len(run.devices)} shards, each with {run.cpus} of {available_cpus()} CPUs")
+    jobs = run.find_missing()
     if not jobs:
         return
-    stopping = threading.Event()
-    progress = RecordCounter([folder / RESULTS for folder in plan.dirs(out)])
+    stopping, counter = threading.Event(), RecordCounter(run.folders)
 
     def supervise(job: ShardJob) -> bool:
         try:
-            return supervise_shard(job, pool, run_shard, stopping, plan.options.log, plan)
+            return supervise_shard(job, pool, run.run_shard, stopping, run.options.log, run)
         except BaseException:
             stopping.set()
             raise
@@ -265,26 +259,26 @@ def run_here(
     with WorkerPool(len(jobs)) as pool, ThreadPoolExecutor(len(jobs), "shard") as threads:
         futures = [threads.submit(supervise, job) for job in jobs]
         told = False
-        while wait(futures, _POLL_SECONDS).not_done:
-            report(progress.count())
-            if interrupt.requested:
+        while wait(futures, POLL_SECONDS).not_done:
+            run.report(counter.count())
+            if run.interrupt.requested:
                 stopping.set()
             if stopping.is_set() and not told:
                 told = True
                 pool.interrupt()
-        report(progress.count())
+        run.report(counter.count())
     # all of them: the error of one is why the others were stopped
     complete = [future.result() for future in futures]
-    interrupt.stopped = not all(complete)
+    run.interrupt.stopped = not all(complete)
 
 
 def supervise_shard(
     job: ShardJob,
     pool: WorkerPool,
-    run_shard: RunShard,
+    run_shard: Callable[[ShardJob, Recovery], bool],
     stopping: threading.Event,
     log: Log,
-    plan: ShardPlan | None = None,
+    run: ShardedRun | None = None,
 ) -> bool:
     """Run a shard in a process of a pool until it is complete, whatever ends the process; return False if stopped.
 
@@ -300,8 +294,8 @@ def supervise_shard(
         except WorkerCrashed as crash:
             if stopping.is_set():
                 break
-            if plan is not None:
-                plan.crashes += 1
+            if run is not None:
+                run.crashes += 1
             number = _read_note(note)
             if number is None:
                 unexplained += 1
@@ -330,67 +324,34 @@ def _read_note(note: Path | None) -> int | None:
     return number
 
 
-@dataclass
-class RecordCounter:
-    """Counts the lines of files that others append to."""
-
-    paths: Sequence[Path]
-    _places: dict[Path, tuple[int, int]] = field(default_factory=dict)
-
-    def count(self) -> int:
-        """Return the number of whole lines in all files."""
-        for path in self.paths:
-            size, lines = self._places.get(path, (0, 0))
-            with suppress(OSError), path.open("rb") as stream:
-                if os.fstat(stream.fileno()).st_size < size:
-                    # a resumed run cut off damaged lines
-                    size = lines = 0
-                stream.seek(size)
-                while data := stream.read(1 << 20):
-                    size, lines = size + len(data), lines + data.count(b"\n")
-            self._places[path] = size, lines
-        return sum(lines for _, lines in self._places.values())
-
-
-def join_shards(
-    shards: Sequence[Path],
-    out: Path,
-    summary: Summary,
-    interrupt: Interrupt,
-    max_errors: ErrorLimit | None = None,
-    sign: Callable[[Record], Record] | None = None,
-) -> None:
-    """Write the records of complete shards to a run directory in order, and move their drawings there.
+def join_shards(run: ShardedRun, summary: Summary, sign: Callable[[Record], Record] | None = None) -> None:
+    """Write the records of complete shards to the run directory in order, and move their drawings there.
 
     It begins anew after an interruption: a drawing may have been moved already.
 
     Args:
-        shards: their run directories, in order.
-        out: the run directory.
+        run: the shards, all of them complete.
         summary: counts the records.
-        interrupt: stops the join on request.
-        max_errors: raise StoppedEarly if more images failed.
         sign: signs each record; None: none is signed.
 
     Raises:
         StoppedEarly: the disk is full, or too many images failed.
     """
-    numbered = enumerate((shard, record) for shard in shards for record in read_records(shard / RESULTS))
-    with RecordWriter(out / RESULTS) as writer:
+    numbered = enumerate((shard, record) for shard in run.folders for record in read_records(shard / RESULTS))
+    with RecordWriter(run.out / RESULTS) as writer:
         records: list[Record] = []
         for number, (shard, record) in numbered:
-            if interrupt.requested:
-                interrupt.stopped = True
+            if run.interrupt.requested:
+                run.interrupt.stopped = True
                 return
-            record = _move_record(record, number, shard, out)
+            record = _move_record(record, number, shard, run.out)
             records.append(record if sign is None else sign(record))
             summary.count(records[-1])
             if len(records) == _JOINED:
                 writer.write(*records)
                 records = []
         writer.write(*records)
-    if max_errors is not None:
-        max_errors.check(summary)
+    summary.check_errors(run.options.max_errors)
 
 
 def _move_record(record: Record, number: int, shard: Path, out: Path) -> Record:

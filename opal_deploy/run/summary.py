@@ -8,17 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from opal_deploy.datasets.samples import describe_never_predicted
-from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.errors import StoppedEarly
 from opal_deploy.logs import one_line
 from opal_deploy.records.names import share_folder
 from opal_deploy.records.record import Failed, Record
 from opal_deploy.records.signatures import SignatureDigest
 from opal_deploy.timing import StageTimer, StageTimes
 
-# a share of failed images says little below the first number, an accuracy below the second
-_MIN_IMAGES_FOR_PERCENT = 100
-_MIN_JUDGED_FOR_PERCENT = 20
 # names kept as examples
 _MAX_EXAMPLES = 3
 
@@ -29,7 +25,7 @@ def _name_first(count: int, names: Sequence[str]) -> str:
 
 
 def _share(count: int, total: int) -> str:
-    return f"{count:,} of {total:,} ({count / total:.2%})"
+    return f"{count:,} of {total:,} ({count / total:.2%})" if total else "none"
 
 
 @dataclass
@@ -38,100 +34,49 @@ class Accuracy:
 
     Attributes:
         class_names: the model's.
-        correct, wrong: predictions that are the label, and others; refused ones count, too.
-        answered, answered_correct: predictions with status `ok`, which were not refused (abstained or unknown), and the
-            correct ones of these.
-        images, predicted: number of labelled images by class, and the classes that were predicted.
-        failed: images with a label that is a class, and no prediction.
-        unknown, unlabelled: images with a label that is not a class, and images without a label.
-        unknown_examples, unlabelled_examples: the first few labels that are not a class, and images without a label.
+        counts: number of images by what became of them, in the words of summary.json. `correct` and `wrong` count
+            predictions that were refused (abstained or unknown), too; `answered` and `answered_correct` do not.
         unused_rows: images that the file of labels names and the run lacks, without other shards' images.
     """
 
     class_names: frozenset[str]
-    correct: int = 0
-    wrong: int = 0
-    answered: int = 0
-    answered_correct: int = 0
-    failed: int = 0
-    images: Counter[str] = field(default_factory=Counter)
-    predicted: set[str] = field(default_factory=set)
-    unknown: int = 0
-    unlabelled: int = 0
-    unknown_examples: list[str] = field(default_factory=list)
-    unlabelled_examples: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
     unused_rows: list[str] = field(default_factory=list)
-
-    @property
-    def value(self) -> float | None:
-        """Accuracy in [0, 1] over all predictions that can be judged; None if there are none."""
-        judged = self.correct + self.wrong
-        return self.correct / judged if judged else None
 
     def count(self, record: Record) -> None:
         """Add one record."""
-        label = record.label
-        if not isinstance(record, Failed):
-            self.predicted.add(record.prediction.label)
-        if label is None:
-            self.unlabelled += 1
-            if len(self.unlabelled_examples) < _MAX_EXAMPLES and record.image is not None:
-                self.unlabelled_examples.append(record.image)
-        elif label not in self.class_names:
-            self.unknown += 1
-            if len(self.unknown_examples) < _MAX_EXAMPLES and label not in self.unknown_examples:
-                self.unknown_examples.append(label)
+        if record.label is None:
+            self.counts["without_label"] += 1
+        elif record.label not in self.class_names:
+            self.counts["label_is_no_class"] += 1
         elif isinstance(record, Failed):
-            self.failed += 1
+            self.counts["failed"] += 1
         else:
-            is_correct = record.prediction.label == label
-            self.images[label] += 1
-            self.correct += is_correct
-            self.wrong += not is_correct
-            self.answered += record.status == "ok"
-            self.answered_correct += is_correct and record.status == "ok"
-
-    def describe_never_predicted(self) -> str:
-        """Return a line on the classes that have images and are never predicted; empty if there is none."""
-        return one_line(describe_never_predicted(dict(sorted(self.images.items())), self.predicted))
+            is_correct, is_answered = record.prediction.label == record.label, record.status == "ok"
+            self.counts["correct" if is_correct else "wrong"] += 1
+            self.counts["answered"] += is_answered
+            self.counts["answered_correct"] += is_correct and is_answered
 
     def describe(self) -> Iterator[str]:
         """Yield lines for a terminal."""
-        judged = self.correct + self.wrong
-        if not judged:
-            yield "Accuracy: no prediction could be judged"
-        elif judged < _MIN_JUDGED_FOR_PERCENT:
-            yield f"Accuracy: {self.correct} of {judged}, too few for a percentage"
-        else:
-            yield f"Accuracy: {_share(self.correct, judged)}"
-        if self.answered < judged:
-            answered = _share(self.answered_correct, self.answered) if self.answered else "none"
-            yield f"  of those answered: {answered}; {judged - self.answered:,} were refused (abstained or unknown)"
-        if self.failed:
-            yield f"  {self.failed} labelled images failed and are not counted"
-        if self.unlabelled:
-            yield f"  images without a label: {_name_first(self.unlabelled, self.unlabelled_examples)}"
-        if self.unknown:
-            examples = one_line(", ".join(self.unknown_examples))
-            yield f"  {self.unknown} images have a label that the model does not know ({examples})"
+        counts, judged = self.counts, self.counts["correct"] + self.counts["wrong"]
+        yield f"Accuracy: {_share(counts['correct'], judged)}"
+        if counts["answered"] < judged:
+            answered, refused = _share(counts["answered_correct"], counts["answered"]), judged - counts["answered"]
+            yield f"  of those answered: {answered}; {refused:,} were refused (abstained or unknown)"
+        reasons = {"failed": "failed", "without_label": "have no label", "label_is_no_class": "have no class's label"}
+        if left_out := [f"{counts[key]} {reason}" for key, reason in reasons.items() if counts[key]]:
+            yield f"  images that are not counted: {', '.join(left_out)}"
         if self.unused_rows:
             rows = _name_first(len(self.unused_rows), self.unused_rows[:_MAX_EXAMPLES])
             yield f"  rows of the labels that match no image: {rows}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON value for summary.json."""
-        return {
-            "accuracy": self.value,
-            "correct": self.correct,
-            "wrong": self.wrong,
-            "answered": self.answered,
-            "answered_correct": self.answered_correct,
-            "never_predicted": [name for name in self.images if name not in self.predicted],
-            "failed": self.failed,
-            "label_is_no_class": self.unknown,
-            "without_label": self.unlabelled,
-            "rows_without_image": len(self.unused_rows),
-        }
+        keys = ("correct", "wrong", "answered", "answered_correct", "failed", "label_is_no_class", "without_label")
+        judged = self.counts["correct"] + self.counts["wrong"]
+        accuracy = {"accuracy": self.counts["correct"] / judged if judged else None}
+        return accuracy | {key: self.counts[key] for key in keys} | {"rows_without_image": len(self.unused_rows)}
 
 
 @dataclass
@@ -148,6 +93,7 @@ class Summary:
         seconds: from the first image to the last record, since the run began or was resumed.
         seconds_to_first_record: until the first record was written; None before.
         times: seconds by stage; empty until the end.
+        shards: how many there were, and how many of their processes ended; None: one process did all.
         signatures: SHA-256 over the records' signatures, in order; not in summary.json but in run.json; None: no record
             is signed.
     """
@@ -163,6 +109,7 @@ class Summary:
     seconds: float = 0.0
     seconds_to_first_record: float | None = None
     times: StageTimes = field(default_factory=StageTimes)
+    shards: dict[str, int] | None = None
     signatures: SignatureDigest | None = None
 
     @property
@@ -171,14 +118,9 @@ class Summary:
         return self.statuses.total()
 
     @property
-    def new(self) -> int:
-        """Number of records since the run began or was resumed."""
-        return self.total - self.resumed
-
-    @property
     def images_per_second(self) -> float | None:
         """Records per second since the run began or was resumed."""
-        return self.new / self.seconds if self.seconds else None
+        return (self.total - self.resumed) / self.seconds if self.seconds else None
 
     def count(self, record: Record) -> None:
         """Add one record."""
@@ -200,15 +142,23 @@ class Summary:
         if self.accuracy is not None:
             self.accuracy.count(record)
 
+    def check_errors(self, limit: int | None) -> None:
+        """Raise StoppedEarly if more images failed than `limit`; None: no limit."""
+        failed = self.statuses["error"]
+        if limit is not None and failed > limit:
+            code, count = self.errors.most_common(1)[0]
+            raise StoppedEarly(
+                f"{failed} of {self.total} images failed, more than --max-errors {limit}; most often {code} ({count}); "
+                "look at these images, or raise the limit"
+            )
+
     def end(self, timer: StageTimer, started: float) -> Self:
         """Note the times of a run that ended, and began at `started` of `time.perf_counter`; return the summary."""
         self.seconds, self.times = time.perf_counter() - started, timer.read()
         return self
 
     def describe(self) -> Iterator[str]:
-        """Yield lines for a terminal: classes that are never predicted, counts, errors with examples, accuracy."""
-        if self.accuracy is not None and (never := self.accuracy.describe_never_predicted()):
-            yield never
+        """Yield lines for a terminal: counts, errors with examples, accuracy."""
         rate = f", {self.images_per_second:.1f} images/s" if self.images_per_second else ""
         counts = ", ".join(f"{count} {status}" for status, count in sorted(self.statuses.items()))
         before = f" ({self.resumed} of them before)" if self.resumed else ""
@@ -230,44 +180,10 @@ class Summary:
             "drawing_errors": dict(self.drawing_errors.most_common()),
             "classes": [{"class_id": number, "label": label, "images": n} for (number, label), n in ranked],
             "accuracy": None if self.accuracy is None else self.accuracy.to_dict(),
-            "new_images": self.new,
+            "new_images": self.total - self.resumed,
             "seconds": self.seconds,
             "seconds_to_first_record": self.seconds_to_first_record,
             "images_per_second": self.images_per_second,
             "time": self.times.to_dict(),
+            **({"shards": self.shards} if self.shards is not None else {}),
         }
-
-
-@dataclass(frozen=True)
-class ErrorLimit:
-    """The number of failed images that ends a run: a count, or a percentage of all, checked from 100 images on."""
-
-    number: float
-    percent: bool = False
-
-    @staticmethod
-    def parse(text: str) -> ErrorLimit:
-        """Return the limit that `20` or `2.5%` stands for; raise UsageError for anything else."""
-        percent = text.endswith("%")
-        try:
-            number = float(text[:-1]) if percent else int(text)
-        except ValueError:
-            number = -1.0
-        if not 0 <= number <= (100 if percent else float("inf")):
-            raise UsageError(f"--max-errors {text!r}: expected a number of images, or a share such as 5%")
-        return ErrorLimit(number, percent)
-
-    def check(self, summary: Summary) -> None:
-        """Raise StoppedEarly if more images failed."""
-        failed, total = summary.statuses["error"], summary.total
-        limit = self.number * total / 100 if self.percent else self.number
-        if failed <= limit or (self.percent and total < _MIN_IMAGES_FOR_PERCENT):
-            return
-        code, count = summary.errors.most_common(1)[0]
-        raise StoppedEarly(
-            f"{failed} of {total} images failed, more than --max-errors {self}; most often {code} ({count}); "
-            "look at these images, or raise the limit"
-        )
-
-    def __str__(self) -> str:
-        return f"{self.number:g}%" if self.percent else f"{self.number:g}"

@@ -83,8 +83,8 @@ def test_a_pipelined_session_is_measured_with_its_batches_in_flight_and_its_copi
         ("", "compute", "session"),
         ("opal_deploy.predict.prepare.decode_for_input", "decode", "images"),
         ("opal_deploy.predict.prepare.open_file", "read", "images"),
-        ("opal_deploy.run.results.RecordWriter.write", "write", "disk"),
-        ("opal_deploy.run.draw_pool.draw_overlay", "draw", "drawing"),
+        ("opal_deploy.run.directory.RecordWriter.write", "write", "disk"),
+        ("opal_deploy.run.drawing.draw_overlay", "draw", "drawing"),
     ],
     ids=["session", "decoding", "reading", "writing", "drawing"],
 )

@@ -1,4 +1,4 @@
-"""`infer --sheets`, `--atlas`, `--heatmap` and `--slot-names`: what they add, what they refuse, and how they go on."""
+"""`infer --sheets` and `--slot-names`: what they add, what they refuse, and how they go on."""
 
 import json
 import os
@@ -9,7 +9,6 @@ import sys
 
 import pytest
 
-from opal_deploy.artifact.files import compute_sha256
 from tests.cli.calls import MAIN, one_line, read_results
 
 IMAGES, BROKEN = 8, 3
@@ -29,20 +28,19 @@ def files(root):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, make_pictures, opal, exact_model):
-    """Images in `in`, one of them broken, their atlas in `atlas`, and runs in `plain` and `sheets`."""
+    """Images in `in`, one of them broken, and runs in `plain` and `sheets`."""
     cwd = tmp_path_factory.mktemp("place")
     make_pictures(cwd / "in", IMAGES)
     (cwd / "in" / f"{BROKEN:03}.png").write_bytes(b"no")
-    for call in ("atlas in --plain --out atlas", "infer in/ --out plain", "infer in/ --out sheets --sheets --json"):
+    for call in ("infer in/ --out plain", "infer in/ --out sheets --sheets --json"):
         assert opal(*call.split(), "--model", exact_model, "--threads", "1", cwd=cwd).returncode == 3
     return cwd
 
 
 @pytest.fixture
 def out(place, tmp_path):
-    """The folder of the next run, beside these images and a copy of their atlas."""
+    """The folder of the next run, beside these images."""
     (tmp_path / "in").symlink_to(place / "in")
-    shutil.copytree(place / "atlas", tmp_path / "atlas")
     return tmp_path / "out"
 
 
@@ -86,28 +84,7 @@ def test_sheets_are_those_of_explain_and_a_run_without_them_shows_no_trace(place
     assert found == read_results(place / "plain")
     assert {name.partition("/")[0] for name in files(place / "sheets")} == {"results.jsonl", "sheets"}
     assert set(files(place / "plain")) == {"results.jsonl"}
-    assert {"sheets", "heatmap", "atlas", "slot_names"}.isdisjoint(configuration(place / "plain"))
-
-
-def test_an_atlas_asks_for_sheets_with_its_rows_and_its_names_are_in_the_records(infer, explained, place, out):
-    names = out.with_name("atlas") / "names.toml"
-    names.write_text(BEAKS)
-    assert "Sheets: out/sheets" in infer("--atlas", "atlas", "--explain").stderr
-    found = files(out / "sheets")
-    assert found == explained("--atlas", "atlas")
-    # the rows make each sheet another one
-    assert all(found[name] != plain for name, plain in files(place / "sheets/sheets").items())
-    for record, plain in zip(read_results(out), read_results(place / "plain"), strict=True):
-        if "evidence" in record:
-            named = record["prediction"]["label"] in ("ash", "birch")
-            expected = ["beak", None, "wing tip"] if named else [None] * 3
-            assert [slot.pop("name", None) for slot in record["evidence"]] == expected
-            assert record.pop("overlay").startswith("overlays/")
-            assert record.pop("sheet").startswith("sheets/")
-        assert record == plain
-    run = configuration(out)
-    assert run["atlas"] == f"atlas.json, sha256 {compute_sha256(names.with_name('atlas.json'))}"
-    assert run["slot_names"] == f"names.toml, sha256 {compute_sha256(names)}"
+    assert {"sheets", "slot_names"}.isdisjoint(configuration(place / "plain"))
 
 
 def test_names_alone_are_in_the_records_and_nothing_is_drawn(infer, place, out):
@@ -120,34 +97,10 @@ def test_names_alone_are_in_the_records_and_nothing_is_drawn(infer, place, out):
         assert [slot.get("name") for slot in record.get("evidence", [])] in ([None, "tail", None], [])
 
 
-def test_heatmaps_of_a_model_that_has_them_are_on_the_sheets(infer, explained, exact_model, out):
-    model = exact_model.with_suffix(".pt")
-    infer("--heatmap", model=model)
-    found = files(out / "sheets")
-    assert found == explained("--heatmap", model=model)
-    # the maps are there, and are not shown unasked
-    infer("--sheets", "--overwrite", model=model)
-    assert all(sheet != found[name] for name, sheet in files(out / "sheets").items())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ("--heatmap", "exact.onnx: it was exported without attention maps, which --heatmap needs; opal-deploy"),
-        ("--atlas atlas", "atlas: this atlas belongs to exact.onnx (sha256 000000000000…)"),
-        ("--sheets --atlas in", "in/atlas.json: cannot be read"),
-        ("--slot-names oak.toml", "the model has no class 'oak'"),
-    ],
-    ids=["no attention", "another model's atlas", "no atlas", "names of another model"],
-)
-def test_what_the_model_cannot_do_is_refused_before_anything_is_written(infer, out, arguments, complaint):
-    atlas = out.with_name("atlas") / "atlas.json"
-    document = json.loads(atlas.read_text())
-    document["model"].update(sha256="0" * 64, checkpoint_sha256=None)
-    atlas.write_text(json.dumps(document))
+def test_names_of_another_model_are_refused_before_anything_is_written(infer, out):
     out.with_name("oak.toml").write_text("[oak]\n")
     before = sorted(out.parent.rglob("*"))
-    assert complaint in one_line(infer(*arguments.split(), code=2))
+    assert "the model has no class 'oak'" in one_line(infer("--slot-names", "oak.toml", code=2))
     assert sorted(out.parent.rglob("*")) == before
 
 
@@ -193,7 +146,6 @@ def test_killed_between_two_sheets_it_ends_like_a_run_that_was_not(infer, exact_
     ("arguments", "difference"),
     [
         ("", "--sheets yes there, none here"),
-        ("--atlas atlas", "--atlas none there, atlas.json, sha256 "),
         ("--sheets --slot-names names.toml", "--slot-names none there, names.toml, sha256 "),
     ],
 )

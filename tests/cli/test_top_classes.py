@@ -63,8 +63,6 @@ def test_what_needs_all_outputs_is_refused_in_a_line(opal, models, make_pictures
     advice = f"measure it with: {command}, and export exact.pt again"
     described = opal("inspect", models[0]).stderr
     assert advice in described
-    explained = opal("infer", "in", "--explain", "--model", models[0], *TOP, cwd=tmp_path)
-    assert advice in explained.stderr
     assert "top_classes, top_logits, top_scores, top_cells, score_norm of the best 3 classes" in described
 
 

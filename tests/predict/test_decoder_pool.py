@@ -1,8 +1,6 @@
 """The decoder pool: the same images from threads and processes, and a decoder that fails costs its image only."""
 
 import os
-import threading
-import time
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,6 @@ import pytest
 from PIL import Image
 
 from opal_deploy.errors import ImageError
-from opal_deploy.predict import prepare
 from opal_deploy.predict.decoder_pool import DecoderPool
 from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.preprocess.decode import Decoding
@@ -127,31 +124,6 @@ def test_processes_give_what_threads_give(tmp_path, image, decoding, keep):
     assert prepared[11].image_sha256 == "0" * 64
     for entry in prepared[:5]:
         assert np.abs(entry.pixels.astype(int) - prepared[0].pixels).max() <= 1
-
-
-def test_large_images_are_decoded_one_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "LARGE_PIXELS", 4_500_000)
-    busy, to_input = threading.Lock(), prepare.to_input
-
-    def resize(image, *rest):
-        if image.width == 2500:
-            assert busy.acquire(blocking=False)
-            time.sleep(0.02)
-            busy.release()
-        return to_input(image, *rest)
-
-    monkeypatch.setattr(prepare, "to_input", resize)
-    paths = [tmp_path / f"{number}.png" for number in range(8)]
-    for number, path in enumerate(paths):
-        Image.new("1", (20, 10) if number % 4 == 0 else (2500, 2000)).save(path)
-    assert [code(one) for one in prepare_all(open_pool(isolate=False, workers=4, rows=8), paths)] == [None] * 8
-
-
-def test_a_large_image_comes_from_a_process_too(tmp_path, image):
-    Image.new("1", (5100, 5000), 1).save(tmp_path / "large.png")
-    first, large = prepare_all(open_pool(rows=2), [image, tmp_path / "large.png"])
-    assert (code(first), code(large)) == (None, None)
-    assert (large.pixels == 255).all()
 
 
 @pytest.mark.parametrize("rows", [1, 8])

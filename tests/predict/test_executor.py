@@ -286,7 +286,7 @@ def test_streams_that_share_a_session_take_turns(open_session):
         assert [stream.result(60) for stream in streams] == [expected] * 3
 
 
-@pytest.mark.parametrize("end", [0, 1, 8, 30])
+@pytest.mark.parametrize("end", [0, 8])
 def test_ending_the_images_predicts_all_that_were_taken(end):
     taken, found = [], []
 

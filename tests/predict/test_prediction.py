@@ -8,7 +8,6 @@ import pytest
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import Geometry, compute_geometry
 from opal_deploy.preprocess.resize import to_input
-from opal_deploy.records.decision import Decision
 from tests.bright import predict
 
 # below this lead of the best cell over the second, float32 cannot tell which is which
@@ -81,12 +80,3 @@ def test_top_limits_the_listed_classes_not_the_margin(exact_session, pictures, f
     for top in (1, 2, 9):
         (limited,) = predict(pictures[:1], exact_session, top=top)
         assert (limited["top"], limited["margin"]) == (found[0]["top"][:top], found[0]["margin"])
-
-
-def test_answers_below_the_margin_abstain_and_keep_everything_else(exact_session, pictures, found):
-    margins = sorted(record["margin"] or 0.0 for record in found)
-    threshold = margins[len(margins) // 2]
-    again = predict(pictures, exact_session, decision=Decision(min_margin=threshold))
-    assert [r["status"] for r in again] == ["abstained" if (r["margin"] or 0) < threshold else "ok" for r in found]
-    assert {r["status"] for r in again} == {"ok", "abstained"}
-    assert [{**r, "status": "ok"} for r in again] == found

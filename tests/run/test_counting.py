@@ -1,4 +1,4 @@
-"""The images of a call: their number, known while they are classified, and the shards of their list."""
+"""The images of a call: their number, and the shards of their list."""
 
 import io
 import itertools
@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from opal_deploy.run.inputs import Inputs
-from opal_deploy.sources.image import Skipped
+from opal_deploy.run.setup import Inputs
 
 
 @pytest.fixture(autouse=True)
@@ -32,15 +31,7 @@ def photos(tmp_path, monkeypatch):
 
 
 def find(inputs):
-    return [(image.index, image.name) for image in inputs.find_images(Skipped())]
-
-
-def count(inputs):
-    told = []
-    with inputs.counter().notify(told.append) as counter:
-        counter.join()
-    assert told == ([] if counter.total is None else [counter.total])
-    return counter.total
+    return [(image.index, image.name) for image in inputs.find_images()]
 
 
 INPUTS = [["in"], ["in", "more/f.jpg", "gone.jpg", "empty"], ["in/*"], ["in/**/*.jpg"], ["z.zip"], ["@list.txt"]]
@@ -49,7 +40,7 @@ INPUTS = [["in"], ["in", "more/f.jpg", "gone.jpg", "empty"], ["in/*"], ["in/**/*
 @pytest.mark.parametrize("images", INPUTS)
 def test_as_many_are_counted_as_are_found(images):
     for recursive in (True, False):
-        assert count(Inputs(images, recursive)) == len(find(Inputs(images, recursive)))
+        assert Inputs(images, recursive).count() == len(find(Inputs(images, recursive)))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +48,7 @@ def test_as_many_are_counted_as_are_found(images):
 )
 def test_what_would_have_to_be_read_or_waited_for_is_not_counted(text):
     Path("tars.txt").write_text("t.tar.gz\n")
-    assert count(Inputs(["in", text])) is None
+    assert Inputs(["in", text]).count() is None
 
 
 @pytest.mark.parametrize(("batch", "sizes"), [(1, [3, 3, 1]), (2, [4, 3, 0]), (16, [7, 0, 0])])

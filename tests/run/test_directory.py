@@ -1,7 +1,6 @@
 """Whose a folder is: a run goes on where it ended, and two runs never mix."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ IDENTITY = {"images": ["in/"], "model": MODEL, "top": 3, "explain": False, "boxe
 
 def begin(root, *, finish=False, **changes):
     """A run that is killed after its first record, or finished with it."""
-    with acquire_run_dir(root, {**IDENTITY, **changes}, resume=True, overwrite=False) as folder:
+    with acquire_run_dir(root, {**IDENTITY, **changes}, overwrite=False) as folder:
         folder.write_config({})
         (folder.root / "results.jsonl").write_text("{}\n")
         if finish:
@@ -23,8 +22,8 @@ def begin(root, *, finish=False, **changes):
         return folder.root
 
 
-def look(root, *, resume=True, overwrite=False, **changes):
-    with acquire_run_dir(root, {**IDENTITY, **changes}, resume=resume, overwrite=overwrite) as folder:
+def look(root, *, overwrite=False, **changes):
+    with acquire_run_dir(root, {**IDENTITY, **changes}, overwrite=overwrite) as folder:
         return folder
 
 
@@ -98,18 +97,6 @@ def test_a_damaged_run_json_is_refused(tmp_path, text, message):
         look(tmp_path)
 
 
-def test_a_run_that_another_version_began_goes_on_and_keeps_what_that_wrote(tmp_path):
-    begin(tmp_path)
-    document = json.loads((tmp_path / "run.json").read_text())
-    # an option that came later, and one that this version does not know but that was not given
-    del document["run"]["boxes"]
-    document |= {"run": {**document["run"], "invented": None}, "invented": [1]}
-    (tmp_path / "run.json").write_text(json.dumps(document))
-    assert look(tmp_path).state == "unfinished"
-    begin(tmp_path)
-    assert json.loads((tmp_path / "run.json").read_text())["invented"] == [1]
-
-
 def test_overwriting_clears_an_earlier_runs_files_and_no_others(tmp_path):
     begin(tmp_path, finish=True)
     drawings = ("overlays/000000-a.jpg", "overlays/0001/010000-a.jpg", "sheets/000000-a.png")
@@ -121,20 +108,8 @@ def test_overwriting_clears_an_earlier_runs_files_and_no_others(tmp_path):
     assert [p.name for p in tmp_path.rglob("*")] == ["mine.txt"]
 
 
-def test_the_default_folder_is_the_latest_unfinished_one_of_its_run_or_the_first_free_one(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "explanations-2").mkdir()
-    assert [str(begin(None)), str(begin(None, top=9))] == ["explanations", "explanations-3"]
-    begin(Path("explanations-10"))
-    begin(Path("explanations-11"), top=9)
-    begin(Path("explanations-old"))
-    begin(Path("explanations-12"), finish=True)
-    assert str(look(None).root) == "explanations-10"
-    assert str(look(None, resume=False).root) == "explanations-4"
-
-
 def test_a_second_run_in_the_same_place_is_refused_until_the_first_ends(tmp_path):
-    with acquire_run_dir(tmp_path, IDENTITY, resume=True, overwrite=False) as folder:
+    with acquire_run_dir(tmp_path, IDENTITY, overwrite=False) as folder:
         folder.write_config({})
         for overwrite in (False, True):
             with pytest.raises(UsageError, match="another process"):

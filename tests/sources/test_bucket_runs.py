@@ -41,3 +41,4 @@ def test_shards_of_machines_that_share_only_a_bucket_are_joined(s3, images, exac
     assert run.records.read_bytes() == expected
     assert read(s3, "run/results.jsonl") == expected
     assert sum(key.startswith("run/overlays/") for key in keys(s3)) == 6
+    assert not any(key.startswith("run/shards/") for key in keys(s3))

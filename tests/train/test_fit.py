@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import PATHS, DataSet, Sample, find_root
 from opal_deploy.errors import StoppedEarly, UsageError
@@ -17,6 +18,7 @@ from opal_deploy.model import checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.torch_session import TorchSession
+from opal_deploy.statistics import choose_threshold
 from opal_deploy.train import loop
 from opal_deploy.train.images import Batches, TrainImages, normalize
 from opal_deploy.train.loop import DivergenceError, Trained, train_step

@@ -80,7 +80,7 @@ def _write_page(demo: Demo, model: Path, ort_web: Path | None) -> str:
 def _report(demo: Demo, data: Path, results: Path, metadata: Metadata) -> None:
     """Print how often answers and evidence are right, and how often they would be by chance."""
     from opal_deploy.records.record import Answered
-    from opal_deploy.run.results import read_records
+    from opal_deploy.run.directory import read_records
 
     records = [record for record in read_records(results) if isinstance(record, Answered)]
     answers, labels = [record.prediction.label for record in records], [record.label for record in records]
