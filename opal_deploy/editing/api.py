@@ -75,7 +75,7 @@ class EditOptions(Options):
     def evaluate_options(self) -> EvaluateOptions:
         """Return the options with which the data set is read and measured."""
         names = (*_OF_DATA, "device", "threads", "log", "progress")
-        return EvaluateOptions(**{name: getattr(self, name) for name in names}, parts=None)
+        return EvaluateOptions(**{name: getattr(self, name) for name in names})
 
     def repeat(self, model: Path, drop: Sequence[str] = (), *, folders: bool = True) -> list[str]:
         """Return the command that takes these slots out, measured on the same images; see `to_arguments`."""

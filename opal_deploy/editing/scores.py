@@ -189,7 +189,7 @@ def score_data(path: Path, metadata: Metadata, data: Path, options: EvaluateOpti
     Raises:
         UsageError: the data set does not fit the model or the options, or an image cannot be used.
     """
-    inputs = read_inputs(data, {path: metadata}, options)
+    inputs = read_inputs(data, path, metadata, options)
     session = open_sessions(path, device=options.device, threads=options.threads)[0]
     progress = as_progress(options.progress)
     measured = evaluate_session(
