@@ -7,15 +7,12 @@ from pathlib import Path
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.auditing.inspection import describe_metadata
+from opal_deploy.runtime.select import read_model_metadata
 
 
-def describe_card(metadata: Metadata, path: Path, *, use: str) -> str:
-    """Return the card of a model, in Markdown with a hub's front matter.
-
-    Args:
-        path: the file that commands name.
-        use: how to use it, in Markdown.
-    """
+def write_card(path: Path) -> str:
+    """Return the card of a model file, in Markdown with a hub's front matter; raise ArtifactError if it is damaged."""
+    metadata = read_model_metadata(path)
     limits, facts = ("\n".join(f"- {_escape(line)}" for line in lines) for lines in (
         _list_limits(metadata),
         (f"{name}: {value}" if name else value for name, value in describe_metadata(metadata, path)),
@@ -24,7 +21,8 @@ def describe_card(metadata: Metadata, path: Path, *, use: str) -> str:
         "---\nlibrary_name: opal-deploy\npipeline_tag: image-classification\n"
         f"tags: [opal-deploy, onnx{', interpretable' * (metadata.evidence == 'exact')}]\n---\n\n"
         f"# {_escape(path.stem)}\n\n"
-        f"## Use\n\n{use}\n## Limits\n\n{limits}\n\n## Facts\n\n{facts}\n\n"
+        f"## Use\n\n    opal-deploy infer images/ --explain --model {path.name}\n\n## Limits\n\n{limits}\n\n"
+        f"## Facts\n\n{facts}\n\n"
         f"## Classes\n\n{_escape(', '.join(metadata.class_names))}\n"
     )
 

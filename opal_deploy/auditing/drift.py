@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from opal_deploy.artifact.files import compute_sha256, without_folders
 from opal_deploy.artifact.output_file import check_output
-from opal_deploy.auditing.results import find_results, read_records
+from opal_deploy.auditing.results import find_results, read_records, read_run_options
 from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.options import Option, Options, StrPath, keywords
 from opal_deploy.records.record import Answered
@@ -34,7 +34,10 @@ class DriftOptions(Options):
     """The options of `find_drift` and `opal-deploy drift`."""
 
     baseline: Annotated[
-        StrPath | None, Option("Model that gave the results, with its baseline. Required.", default="", cli=Path)
+        StrPath | None,
+        Option(
+            "Model that gave the results, with its baseline.", default="the run's, in the working directory", cli=Path
+        ),
     ] = None
     against: Annotated[
         StrPath | None, Option("Earlier results of the same model, to compare with instead.", cli=Path)
@@ -115,9 +118,7 @@ def find_drift(results: StrPath, options: DriftOptions) -> DriftReport:
     if options.html is not None:
         inputs = [source for source in (path, options.baseline, options.against) if source is not None]
         check_output("--html", Path(options.html), [".html"], inputs=inputs, overwrite=options.overwrite)
-    if options.baseline is None:
-        raise UsageError(f"{path}: give the model that gave these results as --baseline MODEL")
-    model = Path(options.baseline)
+    model = _find_model(path) if options.baseline is None else Path(options.baseline)
     metadata, sha256 = read_model_metadata(model), compute_sha256(model)
     if metadata.evidence != "exact":
         raise UsageError(f"{model}: evidence {metadata.evidence} found; expected a model with single cells as evidence")
@@ -144,6 +145,15 @@ def find_drift(results: StrPath, options: DriftOptions) -> DriftReport:
         page, root = Path(options.html), Path(options.root)
         write_drift(page, report, comparison, now, earlier, root, overwrite=options.overwrite)
     return report
+
+
+def _find_model(results: Path) -> Path:
+    """Return the file in the working directory with the name that the run recorded for its model."""
+    model = read_run_options(results).get("model")
+    name = model.get("file") if isinstance(model, dict) else None
+    if not isinstance(name, str) or not Path(name).is_file():
+        raise UsageError(f"{results}: give the model that gave these results as --baseline MODEL")
+    return Path(name)
 
 
 def _read_baseline(model: Path, metadata: Metadata) -> Baseline:

@@ -7,16 +7,22 @@ from typing import Annotated
 
 import typer
 
-from opal_deploy.cli.console import print_json, print_message
+from opal_deploy.cli.console import print_json, print_json_line, print_message
 
 
 def inspect(
     model: Annotated[Path, typer.Argument(help="Exported ONNX file or engine, or checkpoint (ours or the authors').")],
+    card: Annotated[bool, typer.Option("--card", help="Write a model card to stdout, in Markdown.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Write everything to stdout as JSON.")] = False,
 ) -> None:
     """Show what a model is, where it comes from, and what was checked. Nothing in the file is run."""
     from opal_deploy.auditing import inspection
 
+    if card:
+        from opal_deploy.auditing.card import write_card
+
+        print_json_line(write_card(model))
+        return
     contents = inspection.inspect(model)
     if as_json:
         print_json(contents.document)
