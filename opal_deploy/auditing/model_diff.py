@@ -19,8 +19,7 @@ from opal_deploy.records.names import find_common_folder
 from opal_deploy.records.record import Answered, Failed, Record, Slot
 from opal_deploy.visualization import pages
 from opal_deploy.visualization.overlay import embed_jpeg, show_photograph
-from opal_deploy.visualization.report.cards import build_card
-from opal_deploy.visualization.report.page import render_card
+from opal_deploy.visualization.report.cards import render_card
 from opal_deploy.visualization.style import count_of
 
 # from the largest change to none
@@ -248,12 +247,10 @@ def render_page(report: DiffReport, names: tuple[str, str], load_image: Callable
 
 def _render_card(record: Record, number: int, folder: str, image: Image.Image | None) -> object:
     """Return the report's card of a record, with its photograph if there is one."""
-    labels: dict[str, int] = {}
     name = None if record.image is None else record.image.removeprefix(folder)
-    card = build_card(replace(record, image=name), number, lambda label: labels.setdefault(label, len(labels)))
     source = None
     if image is not None and isinstance(record, Answered):
         photograph = show_photograph(image, record)
         photograph.thumbnail((_MAX_SIDE, _MAX_SIDE), Image.Resampling.BILINEAR)
         source = embed_jpeg(photograph)
-    return pages.mark_safe(render_card(card, list(labels), source))
+    return pages.mark_safe(render_card(replace(record, image=name), number, source))

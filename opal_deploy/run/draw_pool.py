@@ -23,7 +23,7 @@ from opal_deploy.visualization.report import make_thumbnail
 from opal_deploy.worker_pool import WorkerCrashed, WorkerPool, WorkerTimeout
 
 # JPEGs of the overlay, of its small form for the report, and of the image alone; PNGs of the sheet
-Part: TypeAlias = Literal["overlay", "thumbnail", "picture", "sheet", "narrow-sheet"]
+Part: TypeAlias = Literal["overlay", "thumbnail", "picture", "sheet"]
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class DrawTask:
                 if "picture" in parts:
                     drawn["picture"] = encode_jpeg(to_display(get_image(result.prepared)))
                 for part in parts:
-                    if part in ("sheet", "narrow-sheet") and self.sheets is not None:
-                        drawn[part] = self.sheets.build(result, narrow=part == "narrow-sheet").encode()
+                    if part == "sheet" and self.sheets is not None:
+                        drawn[part] = self.sheets.build(result).encode()
         except ImageError as error:
             return Drawings(drawn, _problem("drawing_failed", str(error)))
         except MemoryError:

@@ -33,11 +33,11 @@ from opal_deploy.server.tensors import BadRequest, InferRequest, Tensor
 from opal_deploy.sources.image import InputImage
 
 T = TypeVar("T")
-Drawn = Literal["overlay", "sheet", "narrow-sheet", "picture"]
+Drawn = Literal["overlay", "sheet", "picture"]
 Format = Literal["record", Drawn]
 # of two formats of one type, a header Accept takes the first; a picture is the image as the model saw it, upright
 FORMATS: dict[Format, str] = {
-    "record": "application/json", "overlay": "image/jpeg", "sheet": "image/png", "narrow-sheet": "image/png",
+    "record": "application/json", "overlay": "image/jpeg", "sheet": "image/png",
     "picture": "image/jpeg",
 }  # fmt: skip
 # an image that waits to be drawn takes about 6 MB
@@ -183,7 +183,7 @@ def choose_format(request: Request, model: ServedModel) -> Format:
     chosen = request.query_params.get("format") or _preferred_format(request.headers.get("accept", ""))
     if chosen not in FORMATS:
         raise BadRequest(f"format {chosen[:20]!r} found; expected {', '.join(FORMATS)}")
-    if chosen in ("sheet", "narrow-sheet") and model.metadata.evidence != "exact":
+    if chosen == "sheet" and model.metadata.evidence != "exact":
         raise BadRequest(f"{model.name}: its evidence is not single cells, so it has no sheets")
     if chosen == "overlay" and model.metadata.evidence == "none":
         raise BadRequest(f"{model.name}: it has no anchors, so it has no evidence to show")

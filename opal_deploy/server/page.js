@@ -56,8 +56,7 @@ async function drawSheet(image, record) {
   byId("sheet").disabled = true;
   say("Drawing …");
   try {
-    // as wide as a phone, or the sheet's own width
-    const blob = await (await post(image, innerWidth < 640 ? "narrow-sheet" : "sheet")).blob();
+    const blob = await (await post(image, "sheet")).blob();
     if (number !== current) return;
     showImage("drawing", blob, `Evidence sheet: why ${record.prediction.label}`);
     byId("open").href = byId("save").href = byId("drawing").src;

@@ -49,14 +49,10 @@ _HEADINGS = {COSINE: "contribution", DISTANCE: "distance share", SCORE: "", LOGI
 _MIN_SIDE, _ENLARGED_SIDE, _MAX_SIDE = 160, 256, 1600
 # font size of tags on a page, where photographs are a few hundred pixels wide, as a share of the longer side
 _PAGE_LETTERS = 1 / 38
-# height over width from which on the legend is next to the photograph
-_BESIDE_RATIO = 1.6
 # longest side of a JPEG
 _MAX_JPEG_SIDE = 65_500
-# the legend's layout, widths in font sizes
-_MIN_WIDTH_EM = 22
-_ROWS_PER_COLUMN = 6
-_MIN_COLUMN_EM, _MAX_COLUMN_EM = 17, 40
+# widths of the legend and of its table, in font sizes
+_MIN_WIDTH_EM, _MAX_TABLE_EM = 22, 40
 
 
 @dataclass(frozen=True)
@@ -127,8 +123,7 @@ def photograph_size(width: int, height: int) -> tuple[int, int]:
 def overlay_width(width: int, height: int) -> int:
     """Return the width of the overlay of an image of `width` x `height` pixels."""
     width, height = photograph_size(width, height)
-    legend_width = _MIN_WIDTH_EM * _font_size(width, height)
-    return width + legend_width if height > _BESIDE_RATIO * width else max(width, legend_width)
+    return max(width, _MIN_WIDTH_EM * _font_size(width, height))
 
 
 def _font_size(width: int, height: int) -> int:
@@ -136,7 +131,7 @@ def _font_size(width: int, height: int) -> int:
 
 
 def draw_overlay(image: Image.Image, record: Record, field: EffectiveField | None = None) -> Image.Image:
-    """Return a photograph with a box per slot, and the legend below, or next to a tall and narrow photograph.
+    """Return a photograph with a box per slot, and the legend below.
 
     Args:
         image: the whole image, EXIF orientation applied, or its `to_display`; not changed.
@@ -153,16 +148,12 @@ def draw_overlay(image: Image.Image, record: Record, field: EffectiveField | Non
         raise ValueError(f"the record of {record.image!r} has status 'error' and nothing to draw")
     photograph = show_photograph(image, record)
     width, height = photograph.size
-    size, beside = _font_size(width, height), height > _BESIDE_RATIO * width
-    legend_width = _MIN_WIDTH_EM * size if beside else max(width, _MIN_WIDTH_EM * size)
-    legend = _Legend(record, legend_width, size, field is not None)
-    whole_size = (
-        (width + legend_width, max(height, legend.height)) if beside else (legend_width, height + legend.height)
-    )
+    size = _font_size(width, height)
+    legend = _Legend(record, max(width, _MIN_WIDTH_EM * size), size, field is not None)
     draw_evidence(photograph, record, field)
-    canvas = Image.new("RGB", whole_size, PAPER)
+    canvas = Image.new("RGB", (legend.width, height + legend.height), PAPER)
     canvas.paste(photograph, (0, 0))
-    legend.draw(ImageDraw.Draw(canvas), width if beside else 0, 0 if beside else height)
+    legend.draw(ImageDraw.Draw(canvas), height)
     return canvas
 
 
@@ -259,7 +250,7 @@ class _Legend:
     """The legend of a record with a prediction: label, figures, a note and a bar per slot."""
 
     def __init__(self, record: Answered, width: int, size: int, fields: bool) -> None:
-        self._size, self._width, self._line = size, width, round(size * 1.5)
+        self.width, self._size, self._line = width, size, round(size * 1.5)
         self._small, large = max(12, round(size * 0.8)), round(size * 1.35)
         inner = width - 2 * size
         self._meaning, self._bars = build_bars(record)
@@ -279,29 +270,22 @@ class _Legend:
         self._head = len(self._lines)
         for text in (format_facts(record), note):
             self._lines += [(line, self._small, FAINT, self._line) for line in wrap_text(text, self._small, inner, 4)]
-        self._columns = max(1, min(-(-count // _ROWS_PER_COLUMN), (inner + 2 * size) // (_MIN_COLUMN_EM * size)))
-        self._rows = -(-count // self._columns)
-        rows = (self._rows + 1) * self._line * bool(count)
+        rows = (count + 1) * self._line * bool(count)
         self.height = 2 * size + sum(height for *_, height in self._lines) + round(size * 0.5) + rows
 
-    def draw(self, draw: ImageDraw.ImageDraw, x: int, y: int) -> None:
-        """Draw the legend with its upper left corner at (x, y)."""
-        size, left = self._size, x + self._size
+    def draw(self, draw: ImageDraw.ImageDraw, y: int) -> None:
+        """Draw the legend below `y`."""
+        size, x = self._size, self._size
         y += size
-        for index, (line, font_size, color, height) in enumerate(self._lines):
+        for index, (text, font_size, ink, height) in enumerate(self._lines):
             gap = round(size * 0.5) if index >= self._head else 0
-            draw_text(draw, (left, y + gap), line, color, font_size)
+            draw_text(draw, (x, y + gap), text, ink, font_size)
             y += height
-        y += round(size * 0.5)
-        gap = 2 * size
-        column = (self._width - 2 * size - gap * (self._columns - 1)) // self._columns
-        column = min(column, _MAX_COLUMN_EM * size)
-        for index in range(self._columns):
-            shown = self._bars[index * self._rows : (index + 1) * self._rows]
-            if shown:
-                self._draw_column(draw, shown, left + index * (column + gap), y, column)
+        if self._bars:
+            self._draw_table(draw, x, y + round(size * 0.5), min(self.width - 2 * size, _MAX_TABLE_EM * size))
 
-    def _draw_column(self, draw: ImageDraw.ImageDraw, bars: Sequence[Bar], x: int, y: int, width: int) -> None:
+    def _draw_table(self, draw: ImageDraw.ImageDraw, x: int, y: int, width: int) -> None:
+        """Draw a row per slot: its number, bar and values."""
         size, small, line = self._size, self._small, self._line
         both = self._meaning != SCORE
         score_right = x + width
@@ -313,7 +297,7 @@ class _Legend:
         if both:
             draw_text(draw, (value_right, middle), _HEADINGS[self._meaning], FAINT, small, "rm")
         half, thick, full = round(size * 0.58), max(2, round(size * 0.32)), bar_right - bar_left
-        for bar in bars:
+        for bar in self._bars:
             y += line
             middle = y + line // 2
             color: RGB = slot_color(bar.slot)

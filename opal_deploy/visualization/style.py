@@ -208,22 +208,6 @@ def fit_line(text: str, size: int, width: float) -> str:
     return "".join(wrap_text(text, size, width))
 
 
-def truncate_middle(text: str, size: int, width: float) -> str:
-    """Return text on one line of `width` pixels; an ellipsis replaces the middle where it is too long."""
-    whole = " ".join(escape_unprintable(text[-_MAX_CHARACTERS:]).split())
-
-    def measure(part: str) -> float:
-        return measure_text(part, size)
-
-    if measure(whole) <= width:
-        return whole
-    available = width - measure("...")
-    reverse = whole[::-1]
-    end = reverse[: _count_fitting(reverse, 0.7 * available, measure)][::-1]
-    start = whole[: _count_fitting(whole, available - measure(end), measure)]
-    return f"{start}…{end}"
-
-
 def _count_fitting(text: str, width: float, measure: Callable[[str], float]) -> int:
     low, high = 0, len(text)
     while low < high:

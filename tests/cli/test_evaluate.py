@@ -240,19 +240,13 @@ def test_a_folder_without_splits_is_measured_whole_if_asked_for(folder, linear, 
     [
         ({"dataset": "birds"}, "unknown data set 'birds'"),
         ({"parts": True}, r"no part locations .*; leave --parts out"),
-        ({"batch": 0}, "batch 0: expected at least 1"),
-        ({"second": "nothing.onnx"}, r"nothing.onnx: no such model"),
         ({"out": "data/train/metrics"}, "would become part of the data set"),
-        ({"fill": ["grey"]}, "fill 'grey': expected one of blur, mean, noise"),
         ({"fill": ["mean"]}, "--fill: only for --faithfulness; add one"),
-        ({"attack_levels": 3}, "--attack-levels: only for --attack-outside"),
-        ({"target_error": 5.0}, "target_error 5.0: expected a share between 0 and 1"),
         ({"target_error": 0.05}, "12 labelled images cannot show .* even without errors, 59 are needed"),
         (
             {"second": ["0", "1", "3", "2"]},
             "4 classes each, but number 3 is '3' in the model and '2' in the data set; they must be",
         ),
-        ({"second": ["0", "1", "2"]}, r"knows 3 classes .0, ....,.* has 4 .* they must be the same, in the same order"),
     ],
 )
 def test_a_wrong_call_is_refused_before_any_model_runs(folder, model, metrics, tmp_path, monkeypatch, options, message):
@@ -269,11 +263,6 @@ def test_a_wrong_call_is_refused_before_any_model_runs(folder, model, metrics, t
     assert not out.exists()
 
 
-def test_faithfulness_without_prototypes_is_refused_before_the_data_is_read(metrics, linear, tmp_path):
-    with pytest.raises(UsageError, match=r"has no prototypes \(evidence none\); --faithfulness needs"):
-        metrics(tmp_path / "no data", linear, faithfulness=True)
-
-
 def test_logits_that_are_not_finite_are_refused(folder, linear, metrics, tmp_path):
     from opal_deploy.model import checkpoint as checkpoints
 
@@ -284,44 +273,6 @@ def test_logits_that_are_not_finite_are_refused(folder, linear, metrics, tmp_pat
     with pytest.raises(UsageError, match=r"diverged.pt: its logits for .*test/0/\d+.* are not finite") as caught:
         metrics(folder, tmp_path / "diverged.pt", out=tmp_path / "out")
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("trained", "cropped", "boxes", "warning"),
-    [
-        (None, None, True, None),
-        ("boxes", "boxes", True, None),
-        (None, "boxes", False, None),
-        ("boxes", None, True, "images cropped to boxes but is measured on whole ones; the data set has no boxes"),
-        ("boxes", "boxes", False, "images cropped to boxes but is measured on whole ones; see --boxes"),
-        (None, "boxes", True, "whole images but is measured on crops; see --no-boxes"),
-    ],
-)
-def test_another_crop_than_in_training_is_a_warning(
-    folder,
-    trained,
-    cropped,
-    boxes,
-    warning,
-):
-    from opal_deploy.datasets.registry import read_dataset
-    from opal_deploy.evaluation.inputs import describe_crop_mismatch
-
-    text = describe_crop_mismatch(Path("model.pt"), trained, replace(read_dataset(folder), crop=cropped), boxes=boxes)
-    assert text == ("" if warning is None else f"model.pt was trained on {warning}")
-
-
-def test_names_that_are_not_utf8_are_written_as_infer_writes_them(folder, metrics, tmp_path):
-    names = ["0", "1", "2", "cl\udcff"]
-    root = shutil.copytree(folder, tmp_path / "data")
-    for split in ("train", "val", "test"):
-        (root / split / "3").rename(root / split / names[3])
-    metrics(root, _save(tmp_path / "odd.pt", names), out=tmp_path / "out")
-
-    predictions = _rows(tmp_path / "out" / "predictions.csv")
-    assert [row["image"].split("/")[1] for row in predictions if row["label"] not in LABELS] == [r"cl\xff"] * 3
-    assert [row["label"] for row in _rows(tmp_path / "out" / "confusion.csv")] == ["0", "1", "2", r"cl\xff"]
-    assert (tmp_path / "out" / "confusion.png").is_file()
 
 
 def test_faithfulness_of_a_checkpoint_and_of_its_export_agree(folder, model, metrics, lines, tmp_path):

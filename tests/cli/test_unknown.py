@@ -14,14 +14,12 @@ from PIL import Image
 import opal_deploy
 from opal_deploy.artifact import onnx_file
 from opal_deploy.bench.networks import update_batch_norms
-from opal_deploy.errors import UsageError
 from opal_deploy.model.checkpoint import Checkpoint, save
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.synthetic import example_images, generate_dataset
 from opal_deploy.triton.explain_model import TensorModelSession
-from tests.browser import ORT_WEB, needs_ort_web
 from tests.cli.calls import check, one_line, read_results
 from tests.server.test_process import serving
 
@@ -118,10 +116,8 @@ def test_rates_and_numbers_choose_the_threshold_and_a_run_keeps_its_own(infer, f
 def test_what_cannot_be_answered_is_refused_in_a_line(infer, folder, opal, exact_model, map_model):
     before = "exact.onnx computes no OOD score: exported with --no-ood-score, or its checkpoint has no features of"
     assert before in one_line(infer("x", "--unknown", "5%", model=exact_model))
-    assert before in one_line(opal("serve", exact_model, "--unknown", "5%", "--port", "0"))
     assert "no single cell is its evidence (evidence map)" in one_line(infer("x", "--unknown", "5%", model=map_model))
-    for option, value in (("--unknown", "nan"), ("--unknown", "1e400"), ("--min-margin", "nan")):
-        assert f"{option} '{value}': expected" in one_line(infer("x", option, value))
+    assert "--unknown 'nan': expected" in one_line(infer("x", "--unknown", "nan"))
     path = folder / "bare.onnx"
     shutil.copy(folder / "model.onnx", path)
     onnx_file.rewrite_metadata(path, replace(onnx_file.read_metadata(path), baseline={}))
@@ -130,7 +126,6 @@ def test_what_cannot_be_answered_is_refused_in_a_line(infer, folder, opal, exact
     few = one_line(infer("x", "--unknown", "1%"))
     assert "30 validation images are too few for that rate; give 3.3% or more" in few
     check(infer("least", "--unknown", "3.3%"))
-    assert "expected an OOD score such as 0.7" in one_line(infer("x", "--unknown", "often"))
     assert not (folder / "x").exists()
 
 
@@ -161,17 +156,8 @@ def test_images_like_the_background_score_higher(opal, folder, infer, records, b
     assert "; OOD score knows 5 background images" in check(opal("inspect", folder / "more.onnx")).stderr
 
 
-def test_a_background_is_for_the_baseline_of_a_checkpoint(folder, background):
-    record = {"background": background, "record": True}
-    with pytest.raises(UsageError, match=r"add --split val --record"):
-        opal_deploy.evaluate_model(folder / "model.pt", folder / "data", **record)
-    with pytest.raises(UsageError, match=r"needs the checkpoint that it was exported from"):
-        opal_deploy.evaluate_model(folder / "model.onnx", folder / "data", split="val", **record)
-
-
-@pytest.mark.parametrize("options", [(), ("--outputs", "topk", "--top-k", "2")], ids=["fp16", "topk"])
-def test_other_forms_of_the_graph_keep_the_output(opal, infer, folder, records, options):
-    out = f"fp16-{len(options)}"
+def test_other_forms_of_the_graph_keep_the_output(opal, infer, folder, records):
+    out, options = "fp16", ("--outputs", "topk", "--top-k", "2")
     name = f"{out}.onnx"
     fp16 = ("--precision", "fp16", "--no-verify", "--threads", "1")
     check(opal("export", folder / "model.onnx", *fp16, *options, "--out", folder / name))
@@ -218,12 +204,3 @@ def test_triton_gets_output_and_threshold(opal, folder, tmp_path):
     model = TensorModelSession(session.metadata, infer, 64, "Triton")
     pixels = example_images(3, 64, 64)
     np.testing.assert_array_equal(model.run(pixels).ood_score, session.run(pixels).ood_score)
-
-
-@needs_ort_web
-def test_the_site_knows_the_threshold(opal, folder, tmp_path):
-    options = ("--web", tmp_path / "site", "--ort-web", ORT_WEB, "--unknown", RATE, "--no-verify")
-    check(opal("export", folder / "model.onnx", *options))
-    limit = onnx_file.read_metadata(folder / "model.onnx").known_baseline.choose_threshold(0.5)
-    (rule,) = json.loads((tmp_path / "site/model.json").read_text("utf-8"))["decision"]
-    assert (rule["name"], rule["quantity"], rule["limit"]) == ("unknown", "ood_score", limit)

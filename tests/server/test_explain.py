@@ -91,11 +91,6 @@ def test_a_picture_gives_its_drawing_by_format_or_accept(server, picture, drawin
     assert Image.open(io.BytesIO(by_name.content)).format == kind
 
 
-def test_a_phone_asks_for_the_narrow_sheet(server, picture):
-    sheets = (ask(server, picture.read_bytes(), params={"format": name}) for name in ("sheet", "narrow-sheet"))
-    assert [Image.open(io.BytesIO(sheet.content)).width for sheet in sheets] == [1200, 910]
-
-
 @pytest.mark.parametrize(
     ("data", "status", "code"),
     [
@@ -150,7 +145,7 @@ def test_a_model_without_evidence_draws_nothing(serving, picture):
     session.metadata = replace(session.metadata, evidence="none")
     with serving({"linear": session}) as running:
         assert ask(running, picture.read_bytes()).json()["status"] == "ok"
-        for drawing in ("narrow-sheet", "overlay"):
+        for drawing in ("sheet", "overlay"):
             assert ask(running, picture.read_bytes(), params={"format": drawing}).status_code == 400
 
 

@@ -139,6 +139,6 @@ def test_the_addresses_are_described_to_people(serving, exact_session, browser):
         page.on("request", lambda request: elsewhere.append(request.url))
         page.goto(f"{running.url}/docs")
         page.locator("summary", has_text="Explain one image").click()
-        expect(page.locator("details[open]")).to_contain_text("record, overlay, sheet, narrow-sheet, picture")
+        expect(page.locator("details[open]")).to_contain_text("record, overlay, sheet, picture")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert [url for url in elsewhere if not url.startswith((running.url, "data:"))] == []

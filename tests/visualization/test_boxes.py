@@ -53,7 +53,7 @@ def test_a_slot_that_adds_less_than_a_tenth_or_half_an_equal_part_is_faint(parts
     assert emphasize(parts) == emphases
 
 
-@pytest.mark.parametrize("side", [3, 6, 10, 14, 20, 60])
+@pytest.mark.parametrize("side", [3, 14, 60])
 @pytest.mark.parametrize("corner", [(0, 0), (200, 150), (500, 375)], ids=str)
 def test_a_tag_is_no_taller_than_its_box_or_stands_apart_tied_to_it(side, corner):
     size = (500, 375)
