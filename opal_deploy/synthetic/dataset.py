@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from msgspec import convert
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -149,8 +149,11 @@ def read_annotations(path: Path) -> list[Annotation]:
     annotations = []
     for number, line in enumerate(lines, 1):
         try:
-            annotations.append(_from_json(json.loads(line)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            record = json.loads(line)
+            if record["schema"] != _SCHEMA:
+                raise ValueError(f"schema {record['schema']}")
+            annotations.append(convert(record, Annotation))
+        except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f"{file}, line {number} is not a part annotation of schema {_SCHEMA}: {error!r}"
             ) from error
@@ -165,19 +168,6 @@ def _make_empty_dir(out: Path) -> None:
         raise UsageError(f"cannot write a data set to {out}: {error.strerror}") from error
     if occupied:
         raise UsageError(f"{out} is not empty; give a new or empty folder for the data set")
-
-
-def _from_json(record: dict[str, Any]) -> Annotation:
-    if record["schema"] != _SCHEMA:
-        raise ValueError(f"schema {record['schema']}")
-    parts = {}
-    for name, part in record["parts"].items():
-        (x0, y0, x1, y1), (x, y) = part["box"], part["centre"]
-        parts[name] = PartBox(part["variant"], (x0, y0, x1, y1), (x, y), part["distinguishing"], part["visible"])
-    width, height, runs = record["width"], record["height"], tuple(record["runs"])
-    if sum(runs) != width * height:
-        raise ValueError(f"runs add up to {sum(runs)} pixels, not {width} x {height}")
-    return Annotation(record["image"], record["species"], width, height, parts, runs)
 
 
 _EXAMPLE_SEED = 20260917

@@ -16,7 +16,7 @@ from typing import Final
 from PIL import Image, ImageDraw
 
 from opal_deploy.visualization.sentences import find_weak
-from opal_deploy.visualization.style import INK, RGB, WHITE, draw_text, slot_color, text_color, text_length
+from opal_deploy.visualization.style import INK, RGB, WHITE, font, slot_color, text_color
 
 Rectangle = tuple[int, int, int, int]  # x0, y0, x1, y1 in pixels, all inclusive, as ImageDraw takes them
 Point = tuple[int, int]
@@ -196,7 +196,7 @@ class Tag:
             color = slot_color(slot)
             draw.rectangle(edge, fill=color, outline=INK, width=self.casing)
             center = ((edge[0] + edge[2] + 1) / 2, (edge[1] + edge[3] + 1) / 2)
-            draw_text(draw, center, str(slot), text_color(color), self.letters, "mm")
+            draw.text(center, str(slot), text_color(color), font(self.letters), "mm")
 
 
 def place_tags(
@@ -205,7 +205,7 @@ def place_tags(
     """Return the tags of boxes, strongest first; stronger ones choose their places first.
 
     Tags lie inside the photograph and hide as little as possible of boxes and of each other. A tag without room is left
-    out; the legend names the colours too.
+    out; the report names the colours too.
 
     Args:
         casing: width of the tags' dark edge, in pixels.
@@ -252,7 +252,7 @@ def _place_tag(
 
 def _chip_size(slots: Sequence[int], letters: int) -> tuple[int, int]:
     """Return width and height of one number without its edge."""
-    return round(text_length(str(max(slots)), letters)) + round(letters * 0.6), round(letters * 1.05)
+    return round(font(letters).getlength(str(max(slots)))) + round(letters * 0.6), round(letters * 1.05)
 
 
 def _overlap(place: Rectangle, others: Sequence[Rectangle]) -> int:

@@ -63,7 +63,7 @@ def test_a_box_shows_on_any_background(make_record, background):
     assert np.abs(np.diff(row)).max() > 60
 
 
-def test_fields_are_dashed_around_their_cells_and_the_legend_says_which_is_which(make_record):
+def test_fields_are_dashed_around_their_cells_and_the_caption_says_which_is_which(make_record):
     record = make_record(SIZE, [(2, 2)])
     plain, drawn = (
         draw_overlay(Image.new("RGB", SIZE, "#777"), record, field) for field in (None, EffectiveField(2, 0.5, (5, 5)))
@@ -132,7 +132,7 @@ def test_a_record_of_another_image_or_of_an_error_is_refused(make_record):
         draw_overlay(photograph((30, 20)), error_record("a.jpg", "truncated_image", "cut"))
 
 
-def test_an_abstention_is_in_the_legend(make_record):
+def test_an_abstention_is_in_the_caption(make_record):
     sure, unsure = (draw_overlay(photograph(SIZE), make_record(SIZE, min_margin=least)).height for least in (None, 1.5))
     assert unsure > sure
 

@@ -126,7 +126,7 @@ class Thumbnail(bytes):
 
 
 def make_thumbnail(overlay: bytes | Image.Image, record: Record) -> Thumbnail:
-    """Return a photograph, or an overlay without its legend, as JPEG of about 480 x 640 pixels at most."""
+    """Return a photograph, or an overlay without its caption, as JPEG of about 480 x 640 pixels at most."""
     image = Image.open(io.BytesIO(overlay)) if isinstance(overlay, bytes) else overlay
     whole = image.size
     width, height = whole if isinstance(record, Failed) else photograph_size(record.width, record.height)
@@ -136,7 +136,7 @@ def make_thumbnail(overlay: bytes | Image.Image, record: Record) -> Thumbnail:
     if isinstance(overlay, bytes):
         # the decoder halves large images by itself, which is fast
         image.draft("RGB", (round(whole[0] * share), round(whole[1] * share)))
-    # crop first: resizing a part would blend the legend into its last rows
+    # crop first: resizing a part would blend the caption into its last rows
     part = (max(1, width * image.size[0] // whole[0]), max(1, height * image.size[1] // whole[1]))
     size = (max(1, round(width * share)), max(1, round(height * share)))
     cut = image.convert("RGB").crop((0, 0, *part))

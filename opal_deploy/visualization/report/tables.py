@@ -20,22 +20,6 @@ MATRIX_LIMIT = 25
 _MIN_IMAGES_FOR_PERCENT = 20
 
 
-class ClassRow(NamedTuple):
-    """A class and the number of images predicted as it; `share` is in percent of the most frequent class."""
-
-    name: str
-    images: int
-    share: float
-
-
-class Failure(NamedTuple):
-    """A failed image."""
-
-    name: str
-    code: str
-    message: str
-
-
 class ConfusionCell(NamedTuple):
     """Number of images with a label that were predicted as a class; `share` is in percent of the label's images."""
 
@@ -84,7 +68,7 @@ class Tables:
     """Counts over all records; memory grows with classes and with `limit`, not with images.
 
     Attributes:
-        limit: largest number of failures listed.
+        limit: largest number of failures listed, as (name, code, message).
         class_names: the labels that the model knows; None: all.
         refused: of `pairs`, the abstained or unknown ones.
     """
@@ -94,7 +78,7 @@ class Tables:
     statuses: Counter[str] = field(default_factory=Counter)
     classes: Counter[tuple[int, str]] = field(default_factory=Counter)
     codes: Counter[str] = field(default_factory=Counter)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[tuple[str, str, str]] = field(default_factory=list)
     pairs: Counter[tuple[str, str]] = field(default_factory=Counter)
     refused: Counter[tuple[str, str]] = field(default_factory=Counter)
     labelled: bool = False
@@ -107,7 +91,7 @@ class Tables:
             code, message = record.error.code, record.error.message
             self.codes[code] += 1
             if len(self.failures) < self.limit:
-                self.failures.append(Failure(image_name(record), escape_unprintable(code), shorten(message)))
+                self.failures.append((image_name(record), escape_unprintable(code), shorten(message)))
             return
         self.classes[record.prediction.class_id, record.prediction.label] += 1
         if record.label is not None:
@@ -120,10 +104,13 @@ class Tables:
         """The number of records with a prediction."""
         return self.statuses.total() - self.statuses["error"]
 
-    def class_rows(self) -> list[ClassRow]:
-        """Return the most frequent classes; equal counts in the order of the classes."""
+    def class_rows(self) -> list[tuple[str, int, float]]:
+        """Return the most frequent classes with their number of images, and its percentage of the largest number.
+
+        Equal counts are in the order of the classes.
+        """
         ranked = sorted(self.classes.items(), key=lambda item: (-item[1], item[0]))[:CLASSES_LISTED]
-        return [ClassRow(escape_unprintable(name), n, round(100 * n / ranked[0][1], 1)) for (_, name), n in ranked]
+        return [(escape_unprintable(name), n, round(100 * n / ranked[0][1], 1)) for (_, name), n in ranked]
 
     def confusion(self) -> Confusion | None:
         """Return labels against classes; None if no answered image has a label."""

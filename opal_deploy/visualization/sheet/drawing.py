@@ -22,8 +22,8 @@ from opal_deploy.visualization.sheet.content import ClassView
 from opal_deploy.visualization.style import (
     PAPER,
     RGB,
-    draw_text,
     escape_unprintable,
+    font,
     measure_text,
     to_drawable,
     to_hex,
@@ -191,7 +191,7 @@ def render_png(drawing: Drawing) -> Image.Image:
                 x, y, text = shape.x * SCALE, shape.y * SCALE, to_drawable(shape.text)
                 for left in (x, x + _BOLD_OFFSET * SCALE) if shape.bold else (x,):
                     anchor = _PILLOW_ANCHORS[shape.anchor]
-                    draw_text(draw, (left, y), text, shape.color, shape.size * SCALE, anchor)
+                    draw.text((left, y), text, shape.color, font(shape.size * SCALE), anchor)
             case Bitmap():
                 image.paste(shape.image, (shape.x * SCALE, shape.y * SCALE))
     return image

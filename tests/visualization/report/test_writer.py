@@ -238,6 +238,6 @@ def test_a_thumbnail_is_the_photograph_alone(make_record, size, expected, encode
     overlay = encode(draw_overlay(Image.new("RGB", size, (10, 20, 120)), record))
     small = Image.open(io.BytesIO(make_thumbnail(overlay, record)))
     assert small.size == expected
-    # the last row and column are still the photograph, not the legend's paper
+    # the last row and column are still the photograph, not the caption's paper
     for place in ((expected[0] - 1, 0), (expected[0] - 1, expected[1] - 1), (0, expected[1] - 1)):
         assert max(abs(a - b) for a, b in zip(small.getpixel(place), (10, 20, 120), strict=True)) < 25
