@@ -82,7 +82,7 @@ class ErrorHandlingGroup(CommandGroup):
         except _CallError as error:
             # a group without a command printed its help
             if type(error).__name__ != "NoArgsIsHelpError":
-                print_message(f"opal-deploy: {one_line(_describe(error, self._command_path(arguments)))}")
+                print_message(f"opal-deploy: {one_line(_describe(error))}")
             raise SystemExit(ExitCode.USAGE) from None
         except OpalError as error:
             if debug:
@@ -100,15 +100,6 @@ class ErrorHandlingGroup(CommandGroup):
                 "Please report it with the output of the command run with --debug."
             )
             raise SystemExit(ExitCode.BUG) from None
-
-    def _command_path(self, arguments: Sequence[str]) -> str:
-        """Return the command that `arguments` name, such as `opal-deploy bench latency`."""
-        commands, path = self.commands, "opal-deploy"
-        for name in arguments:
-            if name not in commands:
-                break
-            path, commands = f"{path} {name}", getattr(commands[name], "commands", {})
-        return path
 
 
 app = typer.Typer(
@@ -154,8 +145,9 @@ def main() -> None:
     app()
 
 
-def _describe(error: Any, command: str) -> str:
+def _describe(error: Any) -> str:
     """Return an error of typer, such as an unknown option, as one line that names the command's help."""
+    command = error.ctx.command_path if error.ctx else "opal-deploy"
     text = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
     # typer converts values with pydantic, whose text lacks the value
     for details in error.__cause__.errors()[:1] if hasattr(error.__cause__, "errors") else ():

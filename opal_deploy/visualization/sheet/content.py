@@ -216,16 +216,6 @@ class SheetContent:
         if self.meaning == "cosine":
             slots = self.predicted.slots
             sentences += filter(None, [describe_boxes([each.slot for each in slots], [each.value for each in slots])])
-        if self.meaning == "score":
-            sentences.append(
-                f"With this head's distance ({self.distance}) one extreme entry decides, so slots have scores but no "
-                "contributions."
-            )
-        if self.meaning == "distance":
-            sentences.append(
-                f"This head decides by distance ({self.distance}). The bars show the share of the class's own "
-                "channels; the other classes' channels make up the rest. Slots are sorted by score."
-            )
         return sentences
 
     def describe(self) -> str:
