@@ -1,7 +1,7 @@
 """`report.html`: one self-contained page to look through a run in a browser.
 
-`writer` streams records into the page, `cards` holds what the page says of one record, `tables` of all; `script.js`
-draws, filters and sorts the cards in the browser.
+`writer` streams records into the page, `cards` holds what the page says of one record and of all; `script.js` draws,
+filters and sorts the cards in the browser.
 """
 
 from opal_deploy.visualization.report.cards import Thumbnail, make_thumbnail

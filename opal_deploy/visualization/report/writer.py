@@ -22,8 +22,7 @@ from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.records.record import Failed, Record
 from opal_deploy.visualization.overlay import MEANINGS, NO_EVIDENCE
 from opal_deploy.visualization.pages import json_script, read_asset, read_evidence_script, render_page, to_json
-from opal_deploy.visualization.report.cards import Thumbnail, describe_card, index_row, make_thumbnail
-from opal_deploy.visualization.report.tables import Tables
+from opal_deploy.visualization.report.cards import Tables, Thumbnail, describe_card, index_row, make_thumbnail
 from opal_deploy.visualization.sentences import GLOSSARY
 from opal_deploy.visualization.style import escape_unprintable
 
