@@ -75,9 +75,6 @@ def test_a_short_demo_runs_the_commands_that_it_prints_and_checks_its_records(op
     assert all(record["status"] == "ok" and record["model_sha256"] for record in records)
     assert "120 of 120 records match the model" in printed
     assert "was not checked" not in printed
-    # so short a training is no success, and is called none
-    assert figures["test_accuracy"] < 0.95
-    assert "That is low: " in printed
     # what comes next is said with these very files: one of the commands, as printed
     explain = next(line for line in printed.splitlines() if line.startswith("  opal-deploy explain"))
     check(opal(*explain.split()[1:], cwd=tmp_path))
