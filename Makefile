@@ -111,7 +111,7 @@ demo: $(INSTALLED)
 
 # the model that `opal-deploy demo --quick` runs
 quick-model: $(INSTALLED)
-	$(BIN)/opal-deploy demo --out runs/quick-model --overwrite
+	$(BIN)/opal-deploy demo --out runs/quick-model
 	cp runs/quick-model/run/best.onnx opal_deploy/cli/demo/creatures.onnx
 	$(BIN)/opal-deploy evaluate runs/quick-model/data --model opal_deploy/cli/demo/creatures.onnx --faithfulness --record
 

@@ -134,16 +134,7 @@ if not TYPE_CHECKING:
         for module, names in _LAZY.items():
             if name in names:
                 return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-        known = {
-            "load_model": "load", "from_pretrained": "load", "create_model": "load, or nn.build_network",
-            "pipeline": "load", "OPAL": "load", "YOLO": "load", "Results": "Explanations",
-            "train": "train_model", "fit": "train_model", "Trainer": "train_model", "evaluate": "evaluate_model",
-            "export": "export_model", "edit": "edit_model", "infer": "run_inference",
-            "predict": "load(path).predict(images)", "explain": "load(path).predict(images)", "compare": "diff",
-            "drift": "find_drift", "atlas": "create_atlas", "convert": "to_coco or to_pandas",
-            "to_label_studio": "to_coco, which Label Studio imports",
-            "serve": "ModelApp, or `opal-deploy serve`",
-        }  # fmt: skip
+        known = {"load_model": "load", "train": "train_model", "predict": "load(path).predict(images)"}
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{suggest_attribute(name, known)}")
 
 

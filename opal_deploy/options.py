@@ -39,7 +39,8 @@ from typing import (
     overload,
 )
 
-from opal_deploy.errors import UsageError, suggest_names
+from opal_deploy.errors import UsageError
+from opal_deploy.logs import show_progress
 
 P = ParamSpec("P")
 A = TypeVar("A")
@@ -59,7 +60,7 @@ class Option:
             one after a space; empty: from the name.
         min, max: smallest and largest value of a number.
         default: the default in words, appended to the help, where None stands for something else.
-        panel: title of the group in `--help`, see `opal_deploy.cli.help`; empty: the main group.
+        panel: title of the group in `--help`, see `opal_deploy.cli.console`; empty: the main group.
         cli: type on the command line where it differs from the field's, such as Path or str.
         parse: turns the text of the command line into the field's value; raises UsageError or ValueError.
     """
@@ -86,8 +87,8 @@ class Options:
                 value = (value,) if isinstance(value, str | os.PathLike) else tuple(value)
                 object.__setattr__(self, field.name, value)
             if value is not None and option is not None:
-                for each in value if of_many else [value]:
-                    _check(field.name, each, get_args(annotation)[0] if of_many else annotation, option)
+                for item in value if of_many else [value]:
+                    _check(field.name, item, get_args(annotation)[0] if of_many else annotation, option)
 
     def keywords(self) -> dict[str, Any]:
         """Return the fields by name: the keywords with which `keywords` makes the same options again."""
@@ -180,18 +181,13 @@ class keywords(Generic[P, O]):  # used as a decorator
 
         @functools.wraps(function)
         def call(*arguments: Any, **values: Any) -> R:
-            if unknown := values.keys() - signature.parameters.keys():
-                hint = suggest_names(min(unknown), list(signature.parameters))
-                raise TypeError(f"{function.__name__}() got an unexpected keyword argument {min(unknown)!r}{hint}")
             bound = signature.bind(*arguments, **values).arguments
-            given = [bound.pop(parameter.name, parameter.default) for parameter in positional]
+            leading = [bound.pop(parameter.name, parameter.default) for parameter in positional]
             make = dict if self._given_only else options
             if bound.get("progress") is not True:
-                return function(*given, make(**bound))
-            from opal_deploy.progress import show_progress
-
+                return function(*leading, make(**bound))
             with show_progress(function.__name__.replace("_", " ")) as progress:
-                return function(*given, make(**{**bound, "progress": progress}))
+                return function(*leading, make(**{**bound, "progress": progress}))
 
         call.__signature__ = signature.replace(  # type: ignore[attr-defined]
             return_annotation=inspect.signature(function).return_annotation

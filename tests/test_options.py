@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from opal_deploy.cli.options import expand_options
 from opal_deploy.errors import UsageError
-from opal_deploy.options import Option, Options, keywords, to_arguments
+from opal_deploy.options import Option, Options, keywords, parse_rate, to_arguments
 
 
 def parse_percent(text: str) -> float:
@@ -98,3 +98,10 @@ def test_options_become_the_arguments_that_give_them() -> None:
     options = DrawOptions(size=9, target=("x", "y"), out=Path("here"), scale=2.0)
     assert to_arguments(options) == ["--size", "9", "--target", "x", "--target", "y", "--folder", "here"]
     assert to_arguments(DrawOptions()) == []
+
+
+def test_rates_are_percentages() -> None:
+    assert [parse_rate("--x", text) for text in ("5%", " 0.5 %", "99%")] == [0.05, 0.005, 0.99]
+    for text in ("5", "0%", "100%", "-1%", "nan%", "many%", ""):
+        with pytest.raises(UsageError, match="percentage"):
+            parse_rate("--x", text)

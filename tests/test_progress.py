@@ -3,7 +3,7 @@
 import io
 
 import opal_deploy
-from opal_deploy.progress import ProgressLines, show_progress
+from opal_deploy.logs import ProgressLines, show_progress
 
 
 def lines(capsys, title, *calls):

@@ -111,14 +111,6 @@ def test_boxes_crop_their_images(model, images):
             model.predict(images[:2], boxes=boxes)
 
 
-def test_options_of_explain(model, images, tmp_path):
-    assert model.predict(images[0], min_margin=2.0)["status"] == "abstained"
-    assert model.predict(images[0], max_pixels=96 * 96 - 1)["error"]["code"] == "too_many_pixels"
-    assert model.predict(images, batch=1) == model.predict(images, batch=5)
-    # an image that cannot be used raises nothing
-    assert model.predict(tmp_path / "none.jpg")["error"]["code"] == "not_found"
-
-
 def test_records_are_what_the_cli_writes(model, images, exact_model, tmp_path, opal):
     (images[0].parent / "broken.png").write_bytes(images[0].read_bytes()[:200])
     paths = [*images, images[0].parent / "broken.png"]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opal_deploy.api.options import AtlasOptions
 from opal_deploy.artifact.files import lock_directory
@@ -15,10 +14,7 @@ from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import display_path
 from opal_deploy.errors import ImageError, MissingExtra, UsageError, install_command, is_installed
 from opal_deploy.logs import Progress, WarningLine, as_progress, no_progress, one_line
-from opal_deploy.options import (
-    StrPath,
-    keywords,
-)
+from opal_deploy.options import StrPath, keywords
 from opal_deploy.predict import setup
 from opal_deploy.predict.executor import predict_stream
 from opal_deploy.predict.prepare import content_sha256, raise_pillow_limit
@@ -29,38 +25,30 @@ from opal_deploy.records.record import Answered
 from opal_deploy.run.sheets import check_exact_evidence
 from opal_deploy.runtime.devices import default_batch, default_workers
 from opal_deploy.runtime.select import open_sessions
+from opal_deploy.runtime.session import Session
 from opal_deploy.sources.annotations import FolderLabels, annotate
 from opal_deploy.sources.discovery import discover
 from opal_deploy.sources.image import InputImage, Skipped
 from opal_deploy.visualization.atlas.collector import AtlasCollector
-from opal_deploy.visualization.atlas.storage import build_atlas, check_out_dir, save_atlas
-
-if TYPE_CHECKING:
-    from opal_deploy.artifact.metadata import Metadata
-    from opal_deploy.predict.types import InferenceOptions
-    from opal_deploy.runtime.session import Session
-    from opal_deploy.sources.image import InputImage
-    from opal_deploy.visualization.atlas.collector import AtlasCollector, ImageCounts
-    from opal_deploy.visualization.atlas.entries import Atlas
+from opal_deploy.visualization.atlas.entries import Atlas
+from opal_deploy.visualization.atlas.storage import check_out_dir, write_atlas
 
 
 @dataclass(frozen=True)
 class CreatedAtlas:
-    """The outcome of `create_atlas`: the atlas, the images it was built from, and the seconds that it took."""
+    """The outcome of `create_atlas`: the atlas, and the seconds that it took."""
 
     atlas: Atlas
-    counts: ImageCounts
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Return counts and findings for JSON."""
+        """Return counts for JSON."""
         return {
             "atlas": self.atlas.root.as_posix(),
             "model": dict(self.atlas.model),
             "data": dict(self.atlas.data),
             "patches": self.atlas.count_patches(),
             "seconds": self.seconds,
-            "findings": [vars(finding) for finding in self.atlas.findings],
         }
 
 
@@ -75,7 +63,6 @@ def create_atlas(data: StrPath, model: StrPath | None, options: AtlasOptions) ->
     Raises:
         UsageError: the data, the model or the output folder cannot be used. StoppedEarly: a device was lost.
     """
-
     data, out, log = Path(data), Path(options.out), options.log
     if not data.exists():
         raise UsageError(f"{data}: no such file or folder")
@@ -85,40 +72,30 @@ def create_atlas(data: StrPath, model: StrPath | None, options: AtlasOptions) ->
     sessions = open_sessions(path, device=options.device, threads=options.threads)
     metadata = sessions[0].metadata
     check_exact_evidence(metadata, str(path))
-    images = _read_images(data, options)
-    _check_labels(images, metadata, data, options)
+    images, description, total = _read_images(data, options)
     setup.log_cautions(metadata, boxed=True, crop_hint="", log=log)
-    if metadata.crop == "boxes" and not images.cropped:
-        log("This model was trained on images cropped to boxes, and these are not cropped; expect lower cosines")
     inference = InferenceOptions(
         batch=options.batch or default_batch(sessions[0]),
         workers=options.workers or default_workers(),
         max_pixels=options.max_pixels,
     )
-    log(one_line(f"Building an atlas of {images.description} with {path} in {sessions[0].description}"))
+    log(one_line(f"Building an atlas of {description} with {path} in {sessions[0].description}"))
     with lock_directory(out):
         started = time.perf_counter()
-        collector = AtlasCollector(metadata, options.top, only_correct=options.only_correct)
-        requests = _limit_per_label(images.requests, options.limit)
-        collect_images(requests, sessions, inference, collector, as_progress(options.progress), images.total)
-        counts = collector.counts
-        if not counts.used:
-            raise UsageError(
-                f"{data}: none of {counts.images} images can be used ({explain_unused(counts)}); nothing is written"
-            )
+        collector = AtlasCollector(metadata, options.top)
+        collect_images(images, sessions, inference, collector, as_progress(options.progress), total)
+        answered = collector.images - collector.failed
+        if not answered:
+            raise UsageError(f"{data}: none of {collector.images} images can be used; nothing is written")
         about = {
-            "description": images.description,
-            "counted": "correct" if options.only_correct else "predicted",
-            "images": counts.images, "answered": counts.used, "failed": counts.failed,
-            "wrong": counts.wrong, "unlabelled": counts.unlabelled,
+            "description": description, "images": collector.images, "answered": answered, "failed": collector.failed,
         }  # fmt: skip
-        atlas = build_atlas(collector, out, setup.fingerprint_model(path), about)
-        save_atlas(atlas)
-        return CreatedAtlas(atlas, counts, time.perf_counter() - started)
+        atlas = write_atlas(collector, out, setup.fingerprint_model(path), about)
+        return CreatedAtlas(atlas, time.perf_counter() - started)
 
 
 def collect_images(
-    requests: Iterable[InputImage],
+    images: Iterable[InputImage],
     sessions: Sequence[Session],
     options: InferenceOptions,
     collector: AtlasCollector,
@@ -128,15 +105,14 @@ def collect_images(
     """Run the model on every image and hand the records to the collector; raise StoppedEarly if a device is lost.
 
     Args:
-        requests: the images, with their labels.
+        images: the images, with their labels.
         sessions: sessions of one model with `exact` evidence.
         options: how images are decoded and batched.
         collector: receives the records.
         progress: receives the number of images done after each image, and `total`.
         total: number of images, if it is known.
     """
-
-    for result in predict_stream(requests, sessions, replace(options, keep_images=True)):
+    for result in predict_stream(images, sessions, replace(options, keep_images=True)):
         record, prepared = result.record, result.prepared
         sha256 = prepared.image_sha256
         if sha256 is None and isinstance(record, Answered):
@@ -145,34 +121,21 @@ def collect_images(
             except ImageError as error:
                 record = error_record(record.image, error.code, str(error))
         collector.add(record, label=prepared.input.label, sha256=sha256 or "", image=prepared.image)
-        progress(collector.counts.images, total, "")
+        progress(collector.images, total, "")
 
 
-def explain_unused(counts: ImageCounts) -> str:
-    """Return in words how many images were left out, by reason."""
-    reasons = [(counts.failed, "failed"), (counts.wrong, "predicted wrong"), (counts.unlabelled, "without a label")]
-    return ", ".join(f"{count:,} {reason}" for count, reason in reasons if count) or "there are none"
+def _read_images(data: Path, options: AtlasOptions) -> tuple[Iterator[InputImage], str, int | None]:
+    """Return the images of a data set with their labels, a description, and their number if it is known.
 
+    The data set is read as the trainer does; without scikit-learn, no validation images are set aside.
 
-@dataclass(frozen=True)
-class _ImageSet:
-    """The images of a data set, with their labels; `total` and `labels` are None if they are not known."""
-
-    requests: Iterator[InputImage]
-    description: str
-    total: int | None
-    labels: frozenset[str] | None
-    cropped: bool
-
-
-def _read_images(data: Path, options: AtlasOptions) -> _ImageSet:
-    """Read a data set as the trainer does; without scikit-learn, no validation images are set aside.
-
-    Raises UsageError if the data set cannot be read, or lacks the split.
+    Raises:
+        UsageError: the data set cannot be read, or lacks the split.
     """
-
     if options.plain or (options.dataset is None and not data.is_dir()):
-        return _read_plain(data)
+        found = annotate(discover([str(data)], Skipped()), None, FolderLabels())
+        plain = (replace(image, name=escape_name(image.relative), index=None) for image in found)
+        return plain, f"{data.name or data} (a folder per class)", None
     sets_aside = options.split == "val" or (options.split == "train" and is_installed("sklearn"))
     try:
         dataset = read_dataset(
@@ -193,44 +156,14 @@ def _read_images(data: Path, options: AtlasOptions) -> _ImageSet:
     samples = {"train": dataset.train, "val": dataset.val, "test": dataset.test}[options.split]
     if not samples:
         raise UsageError(f"{data}: has no {options.split} split; choose another --split")
-
-    def requests() -> Iterator[InputImage]:
-
-        for sample in samples:
-            name = escape_name(display_path(sample.path, dataset.root))
-            box = sample.box if options.boxes else None
-            yield InputImage(name, sample.path, box, dataset.class_names[sample.label])
-
-    cropped = options.boxes and dataset.crop == "boxes"
-    crop_note = ", cropped to boxes" if cropped else ""
-    description = f"{data.name or data} ({dataset.layout}, {options.split} split{crop_note})"
-    return _ImageSet(requests(), description, len(samples), frozenset(dataset.class_names), cropped)
-
-
-def _read_plain(data: Path) -> _ImageSet:
-
-    def requests() -> Iterator[InputImage]:
-        for image in annotate(discover([str(data)], Skipped()), None, FolderLabels()):
-            yield replace(image, name=escape_name(image.relative), index=None)
-
-    return _ImageSet(requests(), f"{data.name or data} (a folder per class)", None, None, cropped=False)
-
-
-def _check_labels(images: _ImageSet, metadata: Metadata, data: Path, options: AtlasOptions) -> None:
-    known = set(metadata.class_names)
-    if images.labels is None or images.labels == known:
-        return
-    unknown = sorted(images.labels - known)
-    if options.only_correct and not images.labels & known:
-        raise UsageError(f"{data}: the model has none of its classes ({unknown[0]!r}); leave out --only-correct")
-    if unknown:
-        lacks = f"warning: the model lacks {len(unknown)} of its classes ({', '.join(unknown[:3])})"
-        options.log(WarningLine(one_line(lacks)))
-
-
-def _limit_per_label(requests: Iterator[InputImage], limit: int | None) -> Iterator[InputImage]:
-    counts: Counter[str | None] = Counter()
-    for request in requests:
-        counts[request.label] += 1
-        if limit is None or counts[request.label] <= limit:
-            yield request
+    images = (
+        InputImage(
+            escape_name(display_path(sample.path, dataset.root)),
+            sample.path,
+            sample.box if options.boxes else None,
+            dataset.class_names[sample.label],
+        )
+        for sample in samples
+    )
+    crop_note = ", cropped to boxes" if options.boxes and dataset.crop == "boxes" else ""
+    return images, f"{data.name or data} ({dataset.layout}, {options.split} split{crop_note})", len(samples)

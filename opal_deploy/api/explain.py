@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opal_deploy.api.options import ExplainOptions
 from opal_deploy.artifact.files import atomic_write, check_sha256
@@ -14,29 +14,23 @@ from opal_deploy.artifact.output_file import check_output
 from opal_deploy.datasets.boxes import format_box_option
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.logs import as_progress, one_line
-from opal_deploy.options import (
-    StrPath,
-    keywords,
-)
+from opal_deploy.options import StrPath, keywords
 from opal_deploy.predict import setup
 from opal_deploy.predict.executor import predict_stream
 from opal_deploy.predict.prepare import raise_pillow_limit
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.types import InferenceOptions, Result
 from opal_deploy.records.decision import Decision
 from opal_deploy.records.record import Failed
 from opal_deploy.records.run_files import overlay_name
 from opal_deploy.run import sheets
 from opal_deploy.run.setup import Inputs
+from opal_deploy.run.sheets import SheetBuilder
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.sources import discovery
 from opal_deploy.sources.annotations import annotate, read_boxes, read_labels
 from opal_deploy.sources.archives import is_archive_name
 from opal_deploy.sources.image import Skipped
 from opal_deploy.visualization.style import format_number
-
-if TYPE_CHECKING:
-    from opal_deploy.predict.types import Result
-    from opal_deploy.run.sheets import SheetBuilder
 
 FORMATS = ("png", "svg")
 
@@ -61,7 +55,6 @@ def write_sheets(images: Sequence[str], model: StrPath | None, options: ExplainO
     Raises:
         UsageError: an input, the output or the model cannot be used. ImageError: the only image cannot be used.
     """
-
     images = list(images)
     discovery.check_inputs(images)
     output = _Output.parse(images, options)
@@ -93,7 +86,6 @@ def write_sheets(images: Sequence[str], model: StrPath | None, options: ExplainO
 
 def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tuple[Any, SheetBuilder]:
     """Open the model, and return its session with the builder of its sheets."""
-
     path = Path(model) if model is not None else setup.find_default_model(options.device, options.runtime, options.log)
     raise_pillow_limit(options.max_pixels)
     if options.expect_sha256 is not None:
@@ -119,10 +111,9 @@ def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tup
 
 def _write_sheet(result: Result, builder: SheetBuilder, path: Path, options: ExplainOptions) -> dict[str, Any]:
     """Write one sheet and return its content for JSON; raise ImageError if the image cannot be used."""
-
     if isinstance(result.record, Failed):
         raise ImageError(result.record.error.code, result.record.error.message)
-    sheet = builder.build(result, narrow=options.narrow)
+    sheet = builder.build(result)
     with atomic_write(path) as temporary:
         temporary.write_bytes(sheet.encode(path.suffix.lower().lstrip(".")))
     content = sheet.content
@@ -138,46 +129,35 @@ def _write_sheet(result: Result, builder: SheetBuilder, path: Path, options: Exp
 
 @dataclass(frozen=True)
 class _Output:
-    """Where sheets are written: one file, or a folder of files."""
+    """Where sheets are written: one file, or a folder of PNG files."""
 
     path: Path
-    file_format: str
     single: bool
     overwrite: bool
 
     @staticmethod
     def parse(images: Sequence[str], options: ExplainOptions) -> _Output:
-        """Return the output that the options ask for; raise UsageError if they contradict each other or the images."""
-
-        out, file_format = None if options.out is None else Path(options.out), options.file_format
+        """Return the output that the options ask for; raise UsageError if they contradict the images."""
+        out = None if options.out is None else Path(options.out)
         is_file = Path(images[0]).is_file() and not is_archive_name(images[0])
         single = len(images) == 1 and is_file
-        suffix = "" if out is None or out.is_dir() else out.suffix.lower().lstrip(".")
-        if suffix and suffix not in FORMATS:
-            raise UsageError(f"--out {out}: expected a .png or .svg file, or a folder")
-        if out is not None and suffix:
+        if out is not None and out.suffix and not out.is_dir():
+            if out.suffix.lower().lstrip(".") not in FORMATS:
+                raise UsageError(f"--out {out}: expected a .png or .svg file, or a folder")
             if not single:
                 raise UsageError(f"--out {out}: is one file, but there may be several images; choose a folder")
-            if file_format not in (None, suffix):
-                raise UsageError(f"--out {out} and --format {file_format} disagree; leave one out")
-            path = out
         elif single and out is None:
-            suffix = file_format or FORMATS[0]
-            path = Path(f"{Path(images[0]).stem}.evidence.{suffix}")
+            out = Path(f"{Path(images[0]).stem}.evidence.png")
         else:
-            return _Output(out or Path("sheets"), file_format or FORMATS[0], single=False, overwrite=options.overwrite)
-        output = _Output(path, suffix, single=True, overwrite=options.overwrite)
-        output.check(path, images[0])
+            return _Output(out or Path("sheets"), single=False, overwrite=options.overwrite)
+        output = _Output(out, single=True, overwrite=options.overwrite)
+        output.check(out, images[0])
         return output
 
     def check(self, path: Path, image: str | None) -> None:
         """Raise UsageError unless an image's sheet may be written to this file."""
-
         check_output("--out", path, [f".{name}" for name in FORMATS], inputs=[image], overwrite=self.overwrite)
 
     def name_sheet(self, index: int, image_name: str | None) -> Path:
         """Return the file of one image's sheet."""
-
-        if self.single:
-            return self.path
-        return self.path / Path(overlay_name(index, image_name)).with_suffix(f".{self.file_format}").name
+        return self.path if self.single else self.path / Path(overlay_name(index, image_name)).with_suffix(".png").name

@@ -31,25 +31,6 @@ if TYPE_CHECKING:
     from opal_deploy.api.model import Model
     from opal_deploy.run.drawing import ReportOptions, Thumbnails
 
-# names that people try first, from habit, and what to use
-_ATTRIBUTES = {
-    name: f"explanation.{name}" for name in ("label", "probability", "margin", "slots", "boxes", "top", "status")
-} | {"calibrated_probability": "explanation.probability, which is None where no temperature was fitted"}
-_HABITS = {
-    "save": "save_overlay(path) or save_sheet(path)", "show": "overlay().show()", "plot": "overlay()",
-    "name": "label", "names": "label", "cls": "label", "evidence": "slots", "prediction": "label, or record.prediction",
-    "conf": "margin, or probability", "confidence": "margin, or probability", "score": "margin",
-    "scores": "[slot.score for slot in explanation.slots]", "json": "to_json()",
-    "class_name": "label", "predicted_label": "label", "predicted_class": "label", "top1": "label",
-    "class_id": "top[0].class_id", "cosine": "top[0].cosine", "logit": "top[0].logit",
-    "logits": "[each.logit for each in explanation.top]", "prob": "probability", "probs": "top", "top5": "top",
-    "topk": "top", "parts": "slots", "regions": "slots", "draw": "overlay()", "visualize": "overlay()",
-    "heatmap": "overlay()", "image": "record.image", "path": "record.image",
-    "error": "record.error, if the status is error",
-    "ood_score": "answered.ood_score", "width": "answered.width", "height": "answered.height",
-    "to_pandas": "opal_deploy.to_pandas([explanation])", "to_df": "opal_deploy.to_pandas([explanation])",
-    "to_coco": "opal_deploy.to_coco([explanation])", "explain": "overlay(), or sheet()",
-}  # fmt: skip
 # width of an overlay in a notebook, pixels
 _WIDTH = 420
 # rows of a list's table
@@ -72,15 +53,7 @@ class Origin:
     options: InferenceOptions
 
 
-class _Fields(dict[str, Any]):
-    """Fields of a record or an answer, of which those without a value are absent."""
-
-    def __missing__(self, key: str) -> Any:
-        # a KeyError that says where the value is
-        raise KeyError(f"{key}{suggest_attribute(key, _ATTRIBUTES)}; fields are {', '.join(self)}")
-
-
-class Explanation(_Fields):
+class Explanation(dict[str, Any]):
     """The explanation of one image: a line of results.jsonl as a dictionary, with methods that draw it.
 
     It keeps its model, and an image that was given as bytes or pixels. A copy or a pickle keeps neither.
@@ -89,8 +62,6 @@ class Explanation(_Fields):
     def __init__(self, record: Record | Mapping[str, Any], origin: Origin | None = None) -> None:
         """Wrap a record or its fields; without `origin`, the image is the file that the record names."""
         super().__init__(record if isinstance(record, Mapping) else to_document(record))
-        if type(answer := self.get("prediction")) is dict:
-            self["prediction"] = _Fields(answer)
         self._origin = origin
 
     @property
@@ -151,7 +122,8 @@ class Explanation(_Fields):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            raise AttributeError(f"an Explanation has no {name!r}{suggest_attribute(name, _HABITS)}")
+            known = {"save": "save_overlay(path) or save_sheet(path)", "show": "overlay().show()"}
+            raise AttributeError(f"an Explanation has no {name!r}{suggest_attribute(name, known)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain dictionaries and lists."""
@@ -191,28 +163,27 @@ class Explanation(_Fields):
             raise UsageError(f"{path}: expected a .jpg file; for others: explanation.overlay().save(path)")
         return save_bytes(path, encode_jpeg(picture))
 
-    def save_sheet(self, path: StrPath, *, narrow: bool = False) -> Path:
+    def save_sheet(self, path: StrPath) -> Path:
         """Draw the evidence sheet, as `opal-deploy explain` does, and return the path; the model runs again.
 
         Args:
             path: the .png or .svg file to write, or to replace; its folder is created.
-            narrow: one column, readable on a phone.
 
         Raises:
             ImageError: as for `save_overlay`.
             UsageError: the record has no model, its evidence is not single cells, or the file cannot be written.
         """
-        return save_bytes(path, self._encode_sheet(path, narrow=narrow))
+        return save_bytes(path, self._encode_sheet(path))
 
-    def _encode_sheet(self, path: StrPath, *, narrow: bool = False) -> bytes:
+    def _encode_sheet(self, path: StrPath) -> bytes:
         origin = self._origin
         if origin is None:
-            raise UsageError("the record was copied or read, so it has no model; use Model.draw_sheet(image, path)")
+            raise UsageError("the record was copied or read, so it has no model; predict its image again")
         self._load_image()
         record = self.record
         source = unescape_name(record.image or "") if origin.image is None else origin.image
         request = InputImage(record.image, source, origin.box, record.label)
-        return origin.model.encode_sheet(request, path, origin.options, narrow=narrow)
+        return origin.model.encode_sheet(request, path, origin.options)
 
     def _load_image(self) -> Image.Image:
         if self._origin is None:
@@ -233,17 +204,11 @@ class Explanation(_Fields):
         return format_line(self.record)
 
     def _repr_html_(self) -> str:
-        """Return the HTML of a notebook: prediction, slots, and the overlay if the image is still the same."""
+        """Return the HTML of a notebook: the prediction, and the overlay if the image is still the same."""
         record = self.record
         parts = [f"<p><strong>{_safe(format_line(record))}</strong></p>"]
         with suppress(ImageError):
             parts.append(_embed(self._draw(), alt=format_line(record)))
-        if isinstance(record, Answered) and record.evidence:
-            rows = "".join(map(_slot_row, record.evidence))
-            parts.append(
-                "<table><thead><tr><th>slot</th><th>cell</th><th>score</th><th>contribution</th></tr></thead>"
-                f"<tbody>{rows}</tbody></table>"
-            )
         return f"<div>{''.join(parts)}</div>"
 
 
@@ -263,25 +228,8 @@ class Explanations(list[Explanation]):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            known = {
-                "to_df": "to_pandas()", "to_dataframe": "to_pandas()", "to_csv": "to_pandas().to_csv(path)",
-                "to_json": "[each.to_json() for each in records]", "to_html": "save_report(folder)",
-                "to_label_studio": "to_coco(), which Label Studio imports",
-                "report": "save_report(folder)", "save": "save_report(folder)", "show": "save_report(folder)",
-                "labels": "[each.label for each in records]", "label": "[each.label for each in records]",
-                "boxes": "[each.boxes for each in records]", "margin": "[each.margin for each in records]",
-                "errors": "[each for each in records if each.status == 'error']",
-                "accuracy": "opal_deploy.evaluate_model(model, data)",
-            }  # fmt: skip
+            known = {"to_df": "to_pandas()", "save": "save_report(folder)"}
             raise AttributeError(f"Explanations have no {name!r}{suggest_attribute(name, known)}")
-
-    # the type of a list's own, which takes lists of anything, cannot be kept: a report needs records
-    def __add__(self, other: list[Explanation]) -> Explanations:  # type: ignore[override]
-        return Explanations([*self, *other]) if isinstance(other, list) else NotImplemented
-
-    def copy(self) -> Explanations:
-        """Return a copy, which shares the records."""
-        return Explanations(self)
 
     def to_coco(self) -> dict[str, Any]:
         """Return `opal_deploy.to_coco` of the records."""
@@ -322,7 +270,7 @@ class Explanations(list[Explanation]):
         except OSError as error:
             raise UsageError(f"{out}: cannot be written ({error.strerror or error}); choose another folder") from None
         drawing.prepare_folders(out, overlays=True, sheets=False, first=0)
-        folder = find_common_folder(each["image"] or "" for each in self)
+        folder = find_common_folder(record["image"] or "" for record in self)
         thumbnails: drawing.Thumbnails = {}
         report = drawing.open_report(out, self._report_options(), len(self), folder, thumbnails)
         with RecordWriter(out / RESULTS) as writer, report as add:
@@ -335,12 +283,12 @@ class Explanations(list[Explanation]):
     def _report_options(self) -> ReportOptions:
         from opal_deploy.run.drawing import ReportOptions, list_evidence, report_facts, report_title
 
-        model = next((each._origin.model for each in self if each._origin is not None), None)
+        model = next((record._origin.model for record in self if record._origin is not None), None)
         if model is None:
             return ReportOptions()
         path, metadata = Path((model.path or Path("model")).name), model.metadata
         facts = report_facts(path, metadata, model.description, f"opal_deploy.load({path.name!r}).predict(...)")
-        images = [each["image"] for each in self if each["image"] is not None] or ["images"]
+        images = [record["image"] for record in self if record["image"] is not None] or ["images"]
         return ReportOptions(
             facts,
             evidence=list_evidence(path, metadata),
@@ -412,17 +360,6 @@ def _safe(text: str) -> str:
     return escape(escape_unprintable(text), quote=True)
 
 
-def _slot_row(slot: Slot) -> str:
-    from opal_deploy.visualization.style import slot_color, to_hex
-
-    swatch = f'<span style="color:{to_hex(slot_color(slot.slot))}">&#9632;</span>'
-    name = f" {_safe(slot.name)}" if slot.name else ""
-    contribution = "" if slot.contribution is None else f"{slot.contribution:.4f}"
-    row, col = slot.cell
-    cells = (f"{swatch} {slot.slot}{name}", f"{row}, {col}", f"{slot.score:.4f}", contribution)
-    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-
-
 def _embed(overlay: Image.Image, alt: str) -> str:
     """Return an overlay as an <img> element."""
     from opal_deploy.visualization.overlay import embed_jpeg
@@ -447,7 +384,7 @@ def load_record_image(record: Record, source: Source | None = None, max_pixels: 
         raise ImageError("not_found", f"{name}: no prediction, so nothing to draw")
     if source is None:
         if name is None:
-            raise ImageError("not_found", "the record names no image, and none was kept; use Model.draw_overlay")
+            raise ImageError("not_found", "the record names no image, and none was kept")
         source = unescape_name(name)
     changed = ImageError("not_found", f"{name or 'the image'}: is gone or has changed since its record was made")
     try:

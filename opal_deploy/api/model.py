@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import os
 import reprlib
@@ -15,24 +14,23 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, overload, runtime_checkab
 import numpy as np
 from PIL import Image
 
-from opal_deploy.api.explanation import Explanation, Explanations, Origin, load_record_image, save_bytes
+from opal_deploy.api.explanation import Explanation, Explanations, Origin
 from opal_deploy.artifact.drops import SlotName, check_drops, parse_slots
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.heads import drop_slots
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ImageError, UsageError, suggest_attribute, suggest_names
-from opal_deploy.logs import ProgressChoice, WarningLine, as_progress, log_line
+from opal_deploy.logs import ProgressChoice, WarningLine, as_progress, log_line, show_progress
 from opal_deploy.options import RuntimeName
 from opal_deploy.predict.executor import predict_stream
 from opal_deploy.predict.setup import log_cautions
 from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, FileSource, Source, check_array
 from opal_deploy.preprocess.geometry import Box
-from opal_deploy.progress import show_progress
 from opal_deploy.records.decision import THRESHOLDS, Decision
 from opal_deploy.records.names import source_name
-from opal_deploy.records.record import Failed, Record, to_record
+from opal_deploy.records.record import Failed
 from opal_deploy.runtime.devices import default_batch
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import ImageBatch, Session
@@ -85,29 +83,7 @@ class Model:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            # what people try first, from habit
-            known = {
-                "classes": "names", "class_names": "names", "num_classes": "len(model.names)", "id2label": "names",
-                "labels": "names", "config": "metadata", "device": "description",
-                "class_to_idx": "{name: index for index, name in model.names.items()}",
-                "input_size": "metadata.input_size", "imgsz": "metadata.input_size",
-                "explain": "predict", "infer": "predict", "run": "predict", "classify": "predict", "forward": "predict",
-                "predict_one": "predict", "predict_batch": "predict", "predict_async": "apredict",
-                "predict_proba": "predict(image).probability",
-                "save": "opal_deploy.edit_model(model.without(...), out=path)", "drop": "without", "remove": "without",
-                "edit": "without, or opal_deploy.edit_model(model, ...)",
-                "train": "opal_deploy.train_model", "fit": "opal_deploy.train_model",
-                "val": "opal_deploy.evaluate_model(model, data)", "eval": "predict; a Model never trains",
-                "evaluate": "opal_deploy.evaluate_model(model, data)", "export": "opal_deploy.export_model(model)",
-                "verify": "opal_deploy.verify(model)", "inspect": "opal_deploy.inspect(model)",
-                "info": "opal_deploy.inspect(model)", "summary": "opal_deploy.inspect(model)",
-                "atlas": "opal_deploy.create_atlas(data, model)", "diff": "opal_deploy.diff(model, other)",
-                "drift": "opal_deploy.find_drift(answers, baseline=model)", "asgi": "opal_deploy.ModelApp(model)",
-                "to": "opal_deploy.load(path, device=...)", "cuda": "opal_deploy.load(path, device='cuda')",
-                "half": "opal_deploy.export_model(path, precision='fp16')",
-                "from_pretrained": "opal_deploy.load(path)", "load": "opal_deploy.load(path)",
-                "report": "predict(images).save_report(folder)",
-            }  # fmt: skip
+            known = {"classes": "names", "explain": "predict"}
             raise AttributeError(f"a Model has no {name!r}{suggest_attribute(name, known)}")
 
         def __call__(self, *_: object, **__: object) -> Any:
@@ -201,7 +177,7 @@ class Model:
                 threshold that the model does not support.
         """
         one = _is_one(images)
-        sources = [_to_source(each) for each in ([cast(Source, images)] if one else _list_sources(images))]
+        sources = [_to_source(image) for image in ([cast(Source, images)] if one else _list_sources(images))]
         _check_sources(sources, one=one)
         box_list = _parse_boxes(boxes, len(sources), one=one)
         self._caution(boxed=boxes is not None)
@@ -219,18 +195,6 @@ class Model:
                 records.append(Explanation(result.record, Origin(self, image.source, image.crop, options)))
                 report(len(records), len(found), "")
         return records[0] if one else records
-
-    # the type of `options` follows `predict`, which checks them
-    @overload
-    async def apredict(self, images: Source, **options: Any) -> Explanation: ...
-
-    @overload
-    async def apredict(self, images: Sequence[Source], **options: Any) -> Explanations: ...
-
-    async def apredict(self, images: Source | Sequence[Source], **options: Any) -> Explanation | Explanations:
-        """Return what `predict` returns, computed in a thread, for programs with an event loop of their own."""
-        predict: Any = self.predict
-        return cast(Explanation | Explanations, await asyncio.to_thread(predict, images, **options))
 
     def stream(
         self,
@@ -285,53 +249,19 @@ class Model:
                 report(number, None, "")
                 yield Explanation(result.record, Origin(self, kept, None, options))
 
-    def draw_overlay(
-        self, record: Record | Mapping[str, Any], path: str | os.PathLike[str], image: Source | None = None
-    ) -> Path:
-        """Draw the evidence of a record over its image, write a JPEG to `path`, and return the path.
-
-        Args:
-            record: a record of this model.
-            path: the file to write; its folder is created.
-            image: the image; None: at the path in the record.
-
-        Raises:
-            ImageError: the record has no prediction, or its image is gone or has changed.
-        """
-        from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
-
-        typed = to_record(record)
-        return save_bytes(path, encode_jpeg(draw_overlay(load_record_image(typed, image), typed)))
-
-    def draw_sheet(
-        self, image: Source | Tensor, path: str | os.PathLike[str], box: Box | None = None, *, narrow: bool = False
-    ) -> Path:
-        """Draw the evidence sheet of an image as `opal-deploy explain` does, write it to `path`, and return the path.
-
-        Args:
-            image: a path, a file's bytes, a PIL image, or uint8 [H, W, 3] RGB.
-            path: the file to write, .png or .svg; its folder is created.
-            box: (x0, y0, x1, y1) to crop to first.
-            narrow: one column, readable on a phone.
-
-        Raises:
-            ImageError: the image cannot be classified. UsageError: the model's evidence is not single cells, or the
-                file cannot be written.
-        """
-        request = InputImage(source_name(image), _to_source(image), box)
-        return save_bytes(path, self.encode_sheet(request, path, narrow=narrow))
-
     def encode_sheet(
         self,
         image: InputImage,
         path: str | os.PathLike[str],
         options: InferenceOptions | None = None,
-        *,
-        narrow: bool = False,
     ) -> bytes:
         """Return the evidence sheet of an image as the bytes of a .png or .svg file, by the suffix of `path`.
 
-        `max_pixels` and `decision` of `options` apply. `narrow`, and what is raised: see `draw_sheet`.
+        `max_pixels` and `decision` of `options` apply.
+
+        Raises:
+            ImageError: the image cannot be classified. UsageError: the model's evidence is not single cells, or the
+                suffix is another one.
         """
         from opal_deploy.run.sheets import SheetBuilder, SheetOptions
 
@@ -345,7 +275,7 @@ class Model:
         (result,) = predict_stream([image], self.sessions[:1], options)
         if isinstance(result.record, Failed):
             raise ImageError(result.record.error.code, result.record.error.message)
-        return builder.build(result, narrow=narrow).encode(file_format)
+        return builder.build(result).encode(file_format)
 
     def serve(
         self,
@@ -403,10 +333,9 @@ class Model:
 
     def _decide(self, thresholds: Mapping[str, float | str | None], method: Callable[..., Any]) -> Decision:
         if unknown := thresholds.keys() - THRESHOLDS:
-            parameters = inspect.signature(method).parameters.values()
-            known = [*(each.name for each in parameters if each.kind is each.KEYWORD_ONLY), *THRESHOLDS]
-            habits = {"conf": "min_margin", "threshold": "min_margin", "batch_size": "batch"}
-            hint = suggest_attribute(min(unknown), habits) or suggest_names(min(unknown), known)
+            own = inspect.signature(method).parameters.items()
+            known = [*(name for name, parameter in own if parameter.kind is parameter.KEYWORD_ONLY), *THRESHOLDS]
+            hint = suggest_names(min(unknown), known)
             raise TypeError(
                 f"unexpected keyword {min(unknown)!r}{hint}; keywords are {', '.join(known)}; threads, device and "
                 "runtime are those of opal_deploy.load, drawings those of the answer"

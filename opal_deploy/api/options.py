@@ -39,14 +39,12 @@ class AtlasOptions(Options):
 
     out: Annotated[StrPath, Option("Output folder.", cli=Path)] = Path("atlas")
     top: Annotated[int, Option("Patches to keep per slot.", min=1, max=100)] = 8
-    only_correct: Annotated[bool, Option("Leave out images that are not predicted as their label.")] = False
     plain: Annotated[bool, Option("Use every image in DATA, labelled by its folder.")] = False
     dataset: DatasetName = None
     partition: Partition = 1
     skip_missing: SkipMissing = False
     split: Annotated[Literal["test", "val", "train"], Option("Split of the data set.")] = "train"
     boxes: CropToBoxes = True
-    limit: Annotated[int | None, Option("Maximum number of images per label.", min=1)] = None
     overwrite: Annotated[bool, Option("Replace the atlas in --out.")] = False
     device: Devices = "auto"
     batch: Batch = None
@@ -67,10 +65,6 @@ class ExplainOptions(Decision):
             "For one image a .png or .svg file, for several a folder.", default="NAME.evidence.png or sheets", cli=Path
         ),
     ] = None
-    file_format: Annotated[
-        Literal["png", "svg"] | None, Option("File format.", flag="--format", default="by --out, else png")
-    ] = None
-    narrow: Annotated[bool, Option("One column, readable on a phone.")] = False
     overwrite: Annotated[bool, Option("Replace existing sheets.")] = False
     heatmap: Annotated[bool, Option("Show attention maps; an export needs --outputs attention.")] = False
     receptive_field: Annotated[bool, Option("Draw the effective receptive field of each cell, dashed.")] = False

@@ -15,7 +15,7 @@ import typer
 from opal_deploy._version import __version__
 from opal_deploy.cli.atlas import atlas
 from opal_deploy.cli.bench import bench
-from opal_deploy.cli.console import one_line, print_message
+from opal_deploy.cli.console import CommandGroup, GroupedCommand, one_line, print_message
 from opal_deploy.cli.convert import convert, schema
 from opal_deploy.cli.demo import demo
 from opal_deploy.cli.diff import diff
@@ -25,10 +25,9 @@ from opal_deploy.cli.edit import edit
 from opal_deploy.cli.evaluate import evaluate
 from opal_deploy.cli.explain import explain
 from opal_deploy.cli.export import export
-from opal_deploy.cli.help import CommandGroup, GroupedCommand
 from opal_deploy.cli.infer import infer
 from opal_deploy.cli.inspect import inspect
-from opal_deploy.cli.options import expand_options, refuse_urls
+from opal_deploy.cli.options import expand_options
 from opal_deploy.cli.reproduce import reproduce
 from opal_deploy.cli.serve import serve
 from opal_deploy.cli.train import train
@@ -41,14 +40,8 @@ _REFUSED = (
 )  # fmt: skip
 # UsageError of click, which typer bundles or imports
 _CallError: Any = typer.BadParameter.__bases__[0]
-# our commands by the names that other tools (Ultralytics, scikit-learn) use
-_FOREIGN_COMMANDS = {
-    "predict": "infer", "detect": "infer", "classify": "infer", "inference": "infer", "val": "evaluate",
-    "validate": "evaluate", "test": "evaluate", "score": "evaluate", "fit": "train", "finetune": "train",
-    "benchmark": "bench", "info": "inspect", "checks": "doctor",
-}  # fmt: skip
-# and options: a threshold on the answer is one on its margin
-_FOREIGN_OPTIONS = dict.fromkeys(("--conf", "--confidence", "--threshold"), "--min-margin")
+# our commands by the names that other tools use
+_FOREIGN_COMMANDS = {"predict": "infer", "val": "evaluate"}
 
 
 class ErrorHandlingGroup(CommandGroup):
@@ -75,9 +68,9 @@ class ErrorHandlingGroup(CommandGroup):
         Raises:
             SystemExit: always; with 0, or the exit code of the error.
         """
-        given = list(sys.argv[1:] if args is None else args)
-        debug = "--debug" in given
-        arguments = [argument for argument in given if argument != "--debug"]
+        typed = list(sys.argv[1:] if args is None else args)
+        debug = "--debug" in typed
+        arguments = [argument for argument in typed if argument != "--debug"]
         # in standalone mode typer prints its own box of five lines
         extra["standalone_mode"] = False
         try:
@@ -89,7 +82,7 @@ class ErrorHandlingGroup(CommandGroup):
         except _CallError as error:
             # a group without a command printed its help
             if type(error).__name__ != "NoArgsIsHelpError":
-                print_message(f"opal-deploy: {one_line(_describe(error, self._command_path(arguments)))}")
+                print_message(f"opal-deploy: {one_line(_describe(error))}")
             raise SystemExit(ExitCode.USAGE) from None
         except OpalError as error:
             if debug:
@@ -107,15 +100,6 @@ class ErrorHandlingGroup(CommandGroup):
                 "Please report it with the output of the command run with --debug."
             )
             raise SystemExit(ExitCode.BUG) from None
-
-    def _command_path(self, arguments: Sequence[str]) -> str:
-        """Return the command that `arguments` name, such as `opal-deploy bench latency`."""
-        commands, path = self.commands, "opal-deploy"
-        for name in arguments:
-            if name not in commands:
-                break
-            path, commands = f"{path} {name}", getattr(commands[name], "commands", {})
-        return path
 
 
 app = typer.Typer(
@@ -136,8 +120,6 @@ for command in (
 ):  # fmt: skip
     app.command(cls=GroupedCommand)(expand_options(command))
 app.add_typer(bench)
-for registered in (*app.registered_commands, *bench.registered_commands):
-    registered.callback = registered.callback and refuse_urls(registered.callback)
 
 
 def _print_version(requested: bool) -> None:
@@ -163,11 +145,9 @@ def main() -> None:
     app()
 
 
-def _describe(error: Any, command: str) -> str:
+def _describe(error: Any) -> str:
     """Return an error of typer, such as an unknown option, as one line that names the command's help."""
-    ours = _FOREIGN_OPTIONS.get(getattr(error, "option_name", ""))
-    if ours and any(ours in param.opts for param in error.ctx.command.params):
-        error.possibilities = [ours]
+    command = error.ctx.command_path if error.ctx else "opal-deploy"
     text = " ".join(error.format_message().split()).replace("Value error, ", "").rstrip(".")
     # typer converts values with pydantic, whose text lacks the value
     for details in error.__cause__.errors()[:1] if hasattr(error.__cause__, "errors") else ():

@@ -19,8 +19,7 @@ from opal_deploy.bench.options import (
     SweepOptions,
     ThroughputOptions,
 )
-from opal_deploy.cli.console import print_json_line, print_message, progress
-from opal_deploy.cli.help import CommandGroup, GroupedCommand
+from opal_deploy.cli.console import CommandGroup, GroupedCommand, print_json_line, print_message, progress
 from opal_deploy.cli.options import expand_options
 from opal_deploy.errors import OpalError, UsageError, require
 

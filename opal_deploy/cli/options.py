@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable
 from dataclasses import Field
 from pathlib import Path
@@ -14,7 +13,6 @@ import typer
 
 from opal_deploy.errors import UsageError
 from opal_deploy.options import Option, Options, default_if_not_given, default_of, describe, flag_of, option_fields
-from opal_deploy.remote import redact
 
 ModelOption = Annotated[
     Path | None,
@@ -24,24 +22,6 @@ ModelOption = Annotated[
         show_default=False,
     ),
 ]
-
-
-def refuse_urls(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that refuses URLs given as paths: `Path` drops a slash, and no such file exists."""
-
-    @functools.wraps(command)
-    def checked(*arguments: Any, **options: Any) -> None:
-        for name, value in options.items():
-            for path in value if isinstance(value, list) else [value]:
-                if isinstance(path, Path) and (match := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/(?=[^/])", str(path))):
-                    url = redact(f"{match[1]}://{str(path)[match.end() :]}")
-                    raise UsageError(
-                        f"{name.replace('_', '-')} {url}: a URL is not read here, only as images, and as --out of "
-                        "infer; download it, and give its path"
-                    )
-        command(*arguments, **options)
-
-    return checked
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -75,13 +55,13 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     def expanded(**values: Any) -> None:
         for name, kind in classes.items():
             taken = {field.name: (option, values.pop(field.name)) for field, _, option in option_fields(kind) if option}
-            given = {
+            keywords = {
                 # without a value the field keeps its default
                 field: _parse(field, option, value) if option.parse and isinstance(value, str) else value
                 for field, (option, value) in taken.items()
                 if value is not None
             }
-            values[name] = makers[name](**given)
+            values[name] = makers[name](**keywords)
         command(**values)
 
     del expanded.__wrapped__  # typer would read the command's own parameters

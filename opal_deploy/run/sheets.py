@@ -65,11 +65,8 @@ class SheetBuilder:
         check_exact_evidence(metadata, model)
         self._metadata, self._options = metadata, options or SheetOptions()
 
-    def build(self, result: Result, *, narrow: bool = False) -> Sheet:
+    def build(self, result: Result) -> Sheet:
         """Return the sheet of a result with image and outputs (`keep_images`, `keep_outputs`).
-
-        Args:
-            narrow: lay it out in one column, for phones.
 
         Raises:
             ImageError: memory was too short for the image, or its file, which must not be its own exemplar, is gone.
@@ -84,7 +81,7 @@ class SheetBuilder:
         info = ImageInfo(prepared.input.name, prepared.geometry, label=prepared.input.label)
         content = build_sheet_content(info, outputs, self._metadata, decision=options.decision, names=options.names)
         exemplars = None if options.atlas is None else self._find_exemplars(options.atlas, content, result)
-        return Sheet(content, layout_sheet(content, image, exemplars, fields=options.fields, narrow=narrow))
+        return Sheet(content, layout_sheet(content, image, exemplars, fields=options.fields))
 
     def _find_exemplars(self, atlas: Atlas, content: SheetContent, result: Result) -> Exemplars:
         prepared, predicted = result.prepared, content.predicted

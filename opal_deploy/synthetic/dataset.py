@@ -1,9 +1,7 @@
 """A data set of creatures on disk, an ImageFolder with the place of every part; and example images in memory.
 
 out/train/<species>/0000.png ...   out/val/...   out/test/...
-out/classes.txt                    one species per line, in the order of their class ids
 out/parts.jsonl                    one JSON object per image, see `Annotation`; written last
-out/stamps.json                    COCO file with the box of every stamp; only with stamps
 
 An exported graph is compared with PyTorch on `example_images`.
 """
@@ -11,24 +9,21 @@ An exported graph is compared with PyTorch on `example_images`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from msgspec import convert
 from numpy.typing import NDArray
 from PIL import Image
 
 from opal_deploy.errors import UsageError
 from opal_deploy.synthetic.creatures import MAX_SPECIES, PartBox, check_size, draw_creature, list_species
 
-_STAMP_STREAM = 1
 SPLITS = ("train", "val", "test")
 PARTS_FILE = "parts.jsonl"
-CLASSES_FILE = "classes.txt"
-STAMPS_FILE = "stamps.json"
 _SCHEMA = 1
 
 
@@ -84,7 +79,6 @@ def generate_dataset(
     test_per_class: int = 40,
     size: tuple[int, int] = (160, 160),
     seed: int = 0,
-    stamped: Collection[int] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> DatasetSummary:
     """Draw a data set into a new or empty folder.
@@ -97,8 +91,6 @@ def generate_dataset(
         train_per_class, val_per_class, test_per_class: images per class; 0 leaves the split out.
         size: (H, W) of every image in pixels, each at least 32.
         seed: at least 0.
-        stamped: class ids whose images carry a stamp in a random corner and are otherwise unchanged; `STAMPS_FILE` has
-            its places.
         progress: called with (images written, all images) after each.
 
     Raises:
@@ -114,16 +106,11 @@ def generate_dataset(
     jobs = [(split, kind, i) for split, kind in product(SPLITS, range(num_species)) for i in range(counts[split])]
     _make_empty_dir(out)
     lines = []
-    stamps: dict[str, tuple[int, int, int, int]] = {}
     for done, (split, class_id, index) in enumerate(jobs, 1):
         kind = kinds[class_id]
         rng = np.random.default_rng(np.random.SeedSequence([seed, SPLITS.index(split), class_id, index]))
         creature = draw_creature(kind, rng, size)
         name = f"{split}/{kind.name}/{index:04d}.png"
-        if class_id in stamped:
-            # a stream of its own: the creature is the same with and without a stamp
-            stream = np.random.SeedSequence([seed, SPLITS.index(split), class_id, index, _STAMP_STREAM])
-            stamps[name] = draw_stamp(creature.image, np.random.default_rng(stream))
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         # the fastest compression: the files are read more often than moved
         Image.fromarray(creature.image).save(out / name, compress_level=1)
@@ -132,45 +119,9 @@ def generate_dataset(
         if progress is not None:
             progress(done, len(jobs))
     classes = tuple(kind.name for kind in kinds)
-    (out / CLASSES_FILE).write_text("".join(f"{name}\n" for name in classes), encoding="utf-8")
     (out / PARTS_FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    if stamps:
-        _write_coco(out / STAMPS_FILE, stamps, size, "stamp")
     totals = {split: count * num_species for split, count in counts.items() if count}
     return DatasetSummary(out, classes, totals, out / PARTS_FILE)
-
-
-def draw_stamp(image: NDArray[np.uint8], rng: np.random.Generator) -> tuple[int, int, int, int]:
-    """Draw a stamp, such as a photographer's, into a random corner of an image uint8 [H, W, 3], in place.
-
-    Returns:
-        Its box (x0, y0, x1, y1) in pixels.
-    """
-    height, width = image.shape[:2]
-    side = max(8, min(height, width) // 9)
-    y, x = (int(rng.integers(2)) * (length - side - 2) + 1 for length in (height, width))
-    stamp = np.full((side, side, 3), 245, np.uint8)
-    stamp[1:-1, 1:-1] = (150, 20, 60)
-    across = np.arange(2, side - 2)
-    for shift in (0, 1):
-        stamp[across, np.minimum(across + shift, side - 3)] = 245
-        stamp[across, side - 1 - np.minimum(across + shift, side - 3)] = 245
-    image[y : y + side, x : x + side] = stamp
-    return x, y, x + side, y + side
-
-
-def _write_coco(path: Path, boxes: dict[str, tuple[int, int, int, int]], size: tuple[int, int], category: str) -> None:
-    """Write one box (x0, y0, x1, y1) per image name as a COCO file."""
-    images, annotations = [], []
-    for number, (name, (x0, y0, x1, y1)) in enumerate(boxes.items(), 1):
-        images.append({"id": number, "file_name": name, "width": size[1], "height": size[0]})
-        area = (x1 - x0) * (y1 - y0)
-        annotations.append(
-            {"id": number, "image_id": number, "category_id": 1, "bbox": [x0, y0, x1 - x0, y1 - y0], "area": area,
-             "iscrowd": 0}
-        )  # fmt: skip
-    document = {"images": images, "annotations": annotations, "categories": [{"id": 1, "name": category}]}
-    path.write_text(json.dumps(document) + "\n", encoding="utf-8")
 
 
 def encode_runs(mask: NDArray[np.bool_]) -> tuple[int, ...]:
@@ -192,14 +143,17 @@ def read_annotations(path: Path) -> list[Annotation]:
     """
     file = path / PARTS_FILE if path.is_dir() else path
     try:
-        lines: Sequence[str] = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read part annotations from {file}: {error}") from error
     annotations = []
     for number, line in enumerate(lines, 1):
         try:
-            annotations.append(_from_json(json.loads(line)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            record = json.loads(line)
+            if record["schema"] != _SCHEMA:
+                raise ValueError(f"schema {record['schema']}")
+            annotations.append(convert(record, Annotation))
+        except (ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f"{file}, line {number} is not a part annotation of schema {_SCHEMA}: {error!r}"
             ) from error
@@ -214,19 +168,6 @@ def _make_empty_dir(out: Path) -> None:
         raise UsageError(f"cannot write a data set to {out}: {error.strerror}") from error
     if occupied:
         raise UsageError(f"{out} is not empty; give a new or empty folder for the data set")
-
-
-def _from_json(record: dict[str, Any]) -> Annotation:
-    if record["schema"] != _SCHEMA:
-        raise ValueError(f"schema {record['schema']}")
-    parts = {}
-    for name, part in record["parts"].items():
-        (x0, y0, x1, y1), (x, y) = part["box"], part["centre"]
-        parts[name] = PartBox(part["variant"], (x0, y0, x1, y1), (x, y), part["distinguishing"], part["visible"])
-    width, height, runs = record["width"], record["height"], tuple(record["runs"])
-    if sum(runs) != width * height:
-        raise ValueError(f"runs add up to {sum(runs)} pixels, not {width} x {height}")
-    return Annotation(record["image"], record["species"], width, height, parts, runs)
 
 
 _EXAMPLE_SEED = 20260917

@@ -16,7 +16,7 @@ from typing import Final
 from PIL import Image, ImageDraw
 
 from opal_deploy.visualization.sentences import find_weak
-from opal_deploy.visualization.style import INK, RGB, WHITE, draw_text, slot_color, text_color, text_length
+from opal_deploy.visualization.style import INK, RGB, WHITE, font, slot_color, text_color
 
 Rectangle = tuple[int, int, int, int]  # x0, y0, x1, y1 in pixels, all inclusive, as ImageDraw takes them
 Point = tuple[int, int]
@@ -30,8 +30,8 @@ MIN_LETTERS: Final = 9
 _MIN_WHITE: Final = 10
 # opacity of faint boxes
 _FAINT: Final = 0.55
-# cost per pixel of a tag over boxes, of a tag over other tags, and of a tag's line over both
-_BOX_COST, _TAG_COST, _LINE_COST = 6, 200, 3
+# cost per pixel of a tag over boxes, and over other tags
+_BOX_COST, _TAG_COST = 6, 200
 
 
 class Emphasis(IntEnum):
@@ -80,7 +80,7 @@ def draw_boxes(
 ) -> None:
     """Draw boxes, and receptive fields if given, on a photograph, RGB.
 
-    Slots that share a cell share one outline, dashed in their colours, with their tags side by side.
+    Slots that share a cell share one outline, in the first one's colour, with their tags side by side.
 
     Args:
         slots: the boxes, in pixels of the image.
@@ -92,24 +92,25 @@ def draw_boxes(
     fields = {pixel_box(slot.box, scale, size): slot.field for slot in reversed(slots)}
     line = max(1, round(min(size) * _LINE))
     tags = {tag.slots: tag for tag in place_tags(boxes, size, line, min_letters)}
-    for faint in (True, False):
-        drawn = [each for each in boxes if (each.emphasis == Emphasis.FAINT) == faint]
-        if not drawn:
+    for is_faint in (True, False):
+        group = [box for box in boxes if (box.emphasis == Emphasis.FAINT) == is_faint]
+        if not group:
             continue
-        layer = photograph.copy() if faint else photograph
+        layer = photograph.copy() if is_faint else photograph
         draw = ImageDraw.Draw(layer)
-        for each in drawn:
-            if (field := fields[each.box]) is not None:
-                _draw_field(draw, pixel_box(field, scale, size), _colors(each), 2 * line)
-        shown = [tags[each.slots] for each in drawn if each.slots in tags]
+        for box in group:
+            if (field := fields[box.box]) is not None:
+                _draw_field(draw, pixel_box(field, scale, size), slot_color(box.slots[0]), 2 * line)
+        shown = [tags[box.slots] for box in group if box.slots in tags]
         for tag in shown:
             tag.draw_line(draw)
-        for each in sorted(drawn, key=lambda each: each.emphasis):
-            _draw_border(draw, each.box, _colors(each), line * (2 if each.emphasis == Emphasis.STRONGEST else 1))
+        for box in sorted(group, key=lambda box: box.emphasis):
+            width = line * (2 if box.emphasis == Emphasis.STRONGEST else 1)
+            _draw_border(draw, box.box, slot_color(box.slots[0]), width)
         # last: a number may cover a border, never the other way round
         for tag in shown:
             tag.draw(draw)
-        if faint:
+        if is_faint:
             photograph.paste(Image.blend(photograph, layer, _FAINT))
 
 
@@ -124,55 +125,27 @@ def group_boxes(slots: Sequence[SlotBox], scale: tuple[float, float], size: tupl
     ]
 
 
-def _colors(tagged: TaggedBox) -> list[RGB]:
-    return [slot_color(slot) for slot in tagged.slots]
-
-
-def _draw_field(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], line: int) -> None:
-    """Draw a rectangle dashed in the colours, on a dark line that keeps it visible on a ground of the same colour."""
+def _draw_field(draw: ImageDraw.ImageDraw, box: Rectangle, color: RGB, line: int) -> None:
+    """Draw a dashed rectangle on a dark line that keeps it visible on a ground of the same colour."""
     draw.rectangle(box, outline=INK, width=line)
     x0, y0, x1, y1 = box
-    dash, color = 5 * line + 3, itertools.cycle(colors)
+    dash = 5 * line + 3
     for x in range(x0, x1 + 1, 2 * dash):
-        end, fill = min(x + dash - 1, x1), next(color)
-        draw.rectangle((x, y0, end, y0 + line - 1), fill=fill)
-        draw.rectangle((x, y1 - line + 1, end, y1), fill=fill)
+        for y in (y0, y1 - line + 1):
+            draw.rectangle((x, y, min(x + dash - 1, x1), y + line - 1), fill=color)
     for y in range(y0, y1 + 1, 2 * dash):
-        end, fill = min(y + dash - 1, y1), next(color)
-        draw.rectangle((x0, y, x0 + line - 1, end), fill=fill)
-        draw.rectangle((x1 - line + 1, y, x1, end), fill=fill)
+        for x in (x0, x1 - line + 1):
+            draw.rectangle((x, y, x + line - 1, min(y + dash - 1, y1)), fill=color)
 
 
-def _draw_border(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], line: int) -> None:
+def _draw_border(draw: ImageDraw.ImageDraw, box: Rectangle, color: RGB, line: int) -> None:
     """Draw a dark line around a box, and a coloured and a white one inside it: one contrasts with any background."""
     side = min(box[2] - box[0], box[3] - box[1]) + 1
     line = max(1, min(line, side // 6))
     draw.rectangle(_shrink(box, -1), outline=INK)
-    inner = _shrink(box, line)
     if side >= 6 * line and side >= _MIN_WHITE:
-        draw.rectangle(inner, outline=WHITE)
-    _draw_frame(draw, box, colors, line)
-
-
-def _draw_frame(draw: ImageDraw.ImageDraw, box: Rectangle, colors: list[RGB], line: int) -> None:
-    draw.rectangle(box, outline=colors[0], width=line)
-    if len(colors) == 1:
-        return
-    x0, y0, x1, y1 = box
-    width, height = x1 - x0 + 1, y1 - y0 + 1
-    # every side shows every colour; opposite sides start with different ones
-    for side, length in enumerate((width, height, width, height)):
-        count = max(1, length // (6 * line * len(colors))) * len(colors)
-        for i in range(count):
-            a, b = length * i // count, length * (i + 1) // count - 1
-            dash = (
-                (x0 + a, y0, x0 + b, y0 + line - 1),
-                (x1 - line + 1, y0 + a, x1, y0 + b),
-                (x1 - b, y1 - line + 1, x1 - a, y1),
-                (x0, y1 - b, x0 + line - 1, y1 - a),
-            )[side]
-            if dash[2] >= dash[0] and dash[3] >= dash[1]:
-                draw.rectangle(dash, fill=colors[(i + side) % len(colors)])
+        draw.rectangle(_shrink(box, line), outline=WHITE)
+    draw.rectangle(box, outline=color, width=line)
 
 
 def _shrink(box: Rectangle, by: int) -> Rectangle:
@@ -193,7 +166,7 @@ class Tag:
     """The slot numbers of one box.
 
     Attributes:
-        slots: the numbers, side by side, `per_row` in a row.
+        slots: the numbers, side by side.
         line: ends of the line to the box; None if the tag touches the box.
     """
 
@@ -201,7 +174,6 @@ class Tag:
     place: Rectangle
     letters: int
     casing: int
-    per_row: int
     line: Line | None = None
 
     def draw_line(self, draw: ImageDraw.ImageDraw) -> None:
@@ -213,9 +185,9 @@ class Tag:
     def chips(self) -> Iterator[tuple[int, Rectangle]]:
         """Yield each slot with the place of its number, edge included."""
         width, height = _chip_size(self.slots, self.letters)
+        left, y = self.place[:2]
         for index, slot in enumerate(self.slots):
-            row, column = divmod(index, self.per_row)
-            x, y = self.place[0] + column * (width + self.casing), self.place[1] + row * (height + self.casing)
+            x = left + index * (width + self.casing)
             yield slot, (x, y, x + width + 2 * self.casing - 1, y + height + 2 * self.casing - 1)
 
     def draw(self, draw: ImageDraw.ImageDraw) -> None:
@@ -224,7 +196,7 @@ class Tag:
             color = slot_color(slot)
             draw.rectangle(edge, fill=color, outline=INK, width=self.casing)
             center = ((edge[0] + edge[2] + 1) / 2, (edge[1] + edge[3] + 1) / 2)
-            draw_text(draw, center, str(slot), text_color(color), self.letters, "mm")
+            draw.text(center, str(slot), text_color(color), font(self.letters), "mm")
 
 
 def place_tags(
@@ -233,15 +205,15 @@ def place_tags(
     """Return the tags of boxes, strongest first; stronger ones choose their places first.
 
     Tags lie inside the photograph and hide as little as possible of boxes and of each other. A tag without room is left
-    out; the legend names the colours too.
+    out; the report names the colours too.
 
     Args:
         casing: width of the tags' dark edge, in pixels.
         min_letters: smallest font size.
     """
     tags: list[Tag] = []
-    for tagged in sorted(boxes, key=lambda each: -each.emphasis):
-        if tag := _place_tag(tagged, size, casing, [each.box for each in boxes], tags, min_letters):
+    for tagged in sorted(boxes, key=lambda tagged: -tagged.emphasis):
+        if tag := _place_tag(tagged, size, casing, [other.box for other in boxes], tags, min_letters):
             tags.append(tag)
     return tags
 
@@ -256,19 +228,14 @@ def _place_tag(
 ) -> Tag | None:
     letters = max(min_letters, round(min(size) * _LETTERS))
     chip_width, chip_height = _chip_size(tagged.slots, letters)
-    count = len(tagged.slots)
-    per_row = max(1, min(count, (size[0] - casing) // (chip_width + casing)))
-    width = per_row * (chip_width + casing) + casing
-    height = -(-count // per_row) * (chip_height + casing) + casing
+    width, height = len(tagged.slots) * (chip_width + casing) + casing, chip_height + 2 * casing
     if width > size[0] or height > size[1]:
         return None
     x0, y0, x1, y1 = tagged.box
     # inside the box, where nothing else is left
     inside = min(x0, size[0] - width), min(y0, size[1] - height)
-    best, least = (
-        Tag(tagged.slots, (*inside, inside[0] + width - 1, inside[1] + height - 1), letters, casing, per_row),
-        math.inf,
-    )
+    best = Tag(tagged.slots, (*inside, inside[0] + width - 1, inside[1] + height - 1), letters, casing)
+    least, taken = math.inf, [tag.place for tag in tags]
     for gap in range(0, 7 * height, height):
         if gap == 0 and height > y1 - y0 + 1:
             continue  # next to a smaller box it would look like the box
@@ -277,19 +244,15 @@ def _place_tag(
             place = x, y, x + width - 1, y + height - 1
             if not (0 <= x <= size[0] - width and 0 <= y <= size[1] - height):
                 continue
-            line = _connect(tagged.box, place) if gap else None
-            places = [each.place for each in tags]
-            cost = gap + _BOX_COST * _overlap(place, boxes) + _TAG_COST * _overlap(place, places)
-            if line:
-                cost += _LINE_COST * _overlap(_bound(line), [*boxes, *places])
+            cost = gap + _BOX_COST * _overlap(place, boxes) + _TAG_COST * _overlap(place, taken)
             if cost < least:
-                best, least = replace(best, place=place, line=line), cost
+                best, least = replace(best, place=place, line=_connect(tagged.box, place) if gap else None), cost
     return best
 
 
 def _chip_size(slots: Sequence[int], letters: int) -> tuple[int, int]:
     """Return width and height of one number without its edge."""
-    return round(text_length(str(max(slots)), letters)) + round(letters * 0.6), round(letters * 1.05)
+    return round(font(letters).getlength(str(max(slots)))) + round(letters * 0.6), round(letters * 1.05)
 
 
 def _overlap(place: Rectangle, others: Sequence[Rectangle]) -> int:
@@ -306,9 +269,3 @@ def _connect(box: Rectangle, place: Rectangle) -> Line:
     middle = (place[0] + place[2]) // 2, (place[1] + place[3]) // 2
     start = min(max(middle[0], box[0]), box[2]), min(max(middle[1], box[1]), box[3])
     return start, (min(max(start[0], place[0]), place[2]), min(max(start[1], place[1]), place[3]))
-
-
-def _bound(line: Line) -> Rectangle:
-    """Return the smallest rectangle around a line."""
-    (x0, y0), (x1, y1) = line
-    return min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1)

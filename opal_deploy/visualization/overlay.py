@@ -1,4 +1,4 @@
-"""Overlays: a photograph with the slots' boxes and a legend, for a person to check an answer with.
+"""Overlays: a photograph with the slots' boxes and a caption, for a person to check an answer with.
 
 The photograph keeps its resolution, with two exceptions: one over 2 megapixels or 4096 pixels a side is reduced
 (`display_size`), and one whose smaller side is under 160 pixels is enlarged, each pixel to k x k (`display_scale`).
@@ -24,11 +24,8 @@ from opal_deploy.visualization.style import (
     INK,
     PAPER,
     RGB,
-    TRACK,
-    draw_text,
+    font,
     format_number,
-    slot_color,
-    text_color,
     to_drawable,
     wrap_text,
 )
@@ -43,20 +40,14 @@ MEANINGS = (COSINE, DISTANCE, SCORE, LOGIT)
 NO_EVIDENCE = "No evidence boxes: this model's answers do not come from single cells."
 FIELD_NOTE = "Solid: the cell where a score was read. Dashed: its effective receptive field."
 
-_HEADINGS = {COSINE: "contribution", DISTANCE: "distance share", SCORE: "", LOGIT: "contribution"}
-
 # a smaller side under _MIN_SIDE is enlarged to about _ENLARGED_SIDE, the longer side to at most _MAX_SIDE
 _MIN_SIDE, _ENLARGED_SIDE, _MAX_SIDE = 160, 256, 1600
 # font size of tags on a page, where photographs are a few hundred pixels wide, as a share of the longer side
 _PAGE_LETTERS = 1 / 38
-# height over width from which on the legend is next to the photograph
-_BESIDE_RATIO = 1.6
 # longest side of a JPEG
 _MAX_JPEG_SIDE = 65_500
-# the legend's layout, widths in font sizes
+# smallest width of the caption in font sizes
 _MIN_WIDTH_EM = 22
-_ROWS_PER_COLUMN = 6
-_MIN_COLUMN_EM, _MAX_COLUMN_EM = 17, 40
 
 
 @dataclass(frozen=True)
@@ -127,8 +118,7 @@ def photograph_size(width: int, height: int) -> tuple[int, int]:
 def overlay_width(width: int, height: int) -> int:
     """Return the width of the overlay of an image of `width` x `height` pixels."""
     width, height = photograph_size(width, height)
-    legend_width = _MIN_WIDTH_EM * _font_size(width, height)
-    return width + legend_width if height > _BESIDE_RATIO * width else max(width, legend_width)
+    return max(width, _MIN_WIDTH_EM * _font_size(width, height))
 
 
 def _font_size(width: int, height: int) -> int:
@@ -136,11 +126,11 @@ def _font_size(width: int, height: int) -> int:
 
 
 def draw_overlay(image: Image.Image, record: Record, field: EffectiveField | None = None) -> Image.Image:
-    """Return a photograph with a box per slot, and the legend below, or next to a tall and narrow photograph.
+    """Return a photograph with a box per slot, and a caption below.
 
     Args:
         image: the whole image, EXIF orientation applied, or its `to_display`; not changed.
-        record: the image's record; without `evidence` no boxes are drawn, and the legend says so.
+        record: the image's record; without `evidence` no boxes are drawn, and the caption says so.
         field: draw the cells' effective receptive fields too, dashed.
 
     Returns:
@@ -153,16 +143,12 @@ def draw_overlay(image: Image.Image, record: Record, field: EffectiveField | Non
         raise ValueError(f"the record of {record.image!r} has status 'error' and nothing to draw")
     photograph = show_photograph(image, record)
     width, height = photograph.size
-    size, beside = _font_size(width, height), height > _BESIDE_RATIO * width
-    legend_width = _MIN_WIDTH_EM * size if beside else max(width, _MIN_WIDTH_EM * size)
-    legend = _Legend(record, legend_width, size, field is not None)
-    whole_size = (
-        (width + legend_width, max(height, legend.height)) if beside else (legend_width, height + legend.height)
-    )
+    size = _font_size(width, height)
+    caption = _Caption(record, max(width, _MIN_WIDTH_EM * size), size, field is not None)
     draw_evidence(photograph, record, field)
-    canvas = Image.new("RGB", whole_size, PAPER)
+    canvas = Image.new("RGB", (caption.width, height + caption.height), PAPER)
     canvas.paste(photograph, (0, 0))
-    legend.draw(ImageDraw.Draw(canvas), width if beside else 0, 0 if beside else height)
+    caption.draw(ImageDraw.Draw(canvas), height)
     return canvas
 
 
@@ -255,75 +241,33 @@ def format_facts(record: Answered) -> str:
     return f"{match}, margin {margin}"
 
 
-class _Legend:
-    """The legend of a record with a prediction: label, figures, a note and a bar per slot."""
+class _Caption:
+    """The caption of a record with a prediction: label, status, sentences and figures."""
 
     def __init__(self, record: Answered, width: int, size: int, fields: bool) -> None:
-        self._size, self._width, self._line = size, width, round(size * 1.5)
-        self._small, large = max(12, round(size * 0.8)), round(size * 1.35)
-        inner = width - 2 * size
-        self._meaning, self._bars = build_bars(record)
-        count = len(self._bars)
+        small, large, inner = max(12, round(size * 0.8)), round(size * 1.35), width - 2 * size
+        meaning, bars = build_bars(record)
         title, below = headline(
             record.status, to_drawable(record.prediction.label) or f"class {record.prediction.class_id}"
         )
-        note = NO_EVIDENCE
-        if count:
-            parts = [bar.value for bar in self._bars] if self._meaning == COSINE else []
-            note = describe_boxes([bar.slot for bar in self._bars], parts) if parts else ""
-            note = " ".join(filter(None, [note, FIELD_NOTE if fields else ""]))
-        # (text, font size, colour, line height), from the top
-        self._lines = [(line, large, INK, round(large * 1.35)) for line in wrap_text(title, large, inner, 2)]
-        for text, lines in ((below, 2), (describe_status(record), 4), (" ".join(describe_answer(record)), 6)):
-            self._lines += [(line, size, INK, self._line) for line in wrap_text(text, size, inner, lines)]
-        self._head = len(self._lines)
-        for text in (format_facts(record), note):
-            self._lines += [(line, self._small, FAINT, self._line) for line in wrap_text(text, self._small, inner, 4)]
-        self._columns = max(1, min(-(-count // _ROWS_PER_COLUMN), (inner + 2 * size) // (_MIN_COLUMN_EM * size)))
-        self._rows = -(-count // self._columns)
-        rows = (self._rows + 1) * self._line * bool(count)
-        self.height = 2 * size + sum(height for *_, height in self._lines) + round(size * 0.5) + rows
+        note = "" if bars else NO_EVIDENCE
+        if meaning == COSINE:
+            note = describe_boxes([bar.slot for bar in bars], [bar.value for bar in bars])
+        notes = " ".join(filter(None, [note, FIELD_NOTE if fields and bars else ""]))
+        # (text, font size, colour), from the top
+        self._lines: list[tuple[str, int, RGB]] = []
+        for text, font_size, color, lines in (
+            (title, large, INK, 2), (below, size, INK, 2), (describe_status(record), size, INK, 4),
+            (" ".join(describe_answer(record)), size, INK, 6), (format_facts(record), small, FAINT, 4),
+            (notes, small, FAINT, 4),
+        ):  # fmt: skip
+            self._lines += [(line, font_size, color) for line in wrap_text(text, font_size, inner, lines)]
+        self.width, self._margin = width, size
+        self.height = 2 * size + sum(round(font_size * 1.4) for _, font_size, _ in self._lines)
 
-    def draw(self, draw: ImageDraw.ImageDraw, x: int, y: int) -> None:
-        """Draw the legend with its upper left corner at (x, y)."""
-        size, left = self._size, x + self._size
-        y += size
-        for index, (line, font_size, color, height) in enumerate(self._lines):
-            gap = round(size * 0.5) if index >= self._head else 0
-            draw_text(draw, (left, y + gap), line, color, font_size)
-            y += height
-        y += round(size * 0.5)
-        gap = 2 * size
-        column = (self._width - 2 * size - gap * (self._columns - 1)) // self._columns
-        column = min(column, _MAX_COLUMN_EM * size)
-        for index in range(self._columns):
-            shown = self._bars[index * self._rows : (index + 1) * self._rows]
-            if shown:
-                self._draw_column(draw, shown, left + index * (column + gap), y, column)
-
-    def _draw_column(self, draw: ImageDraw.ImageDraw, bars: Sequence[Bar], x: int, y: int, width: int) -> None:
-        size, small, line = self._size, self._small, self._line
-        both = self._meaning != SCORE
-        score_right = x + width
-        value_right = score_right - round(3.6 * size) if both else score_right
-        bar_left, bar_right = x + round(2.1 * size), value_right - round(3.4 * size)
-        middle = y + line // 2
-        draw_text(draw, (x, middle), "slot", FAINT, small, "lm")
-        draw_text(draw, (score_right, middle), "score", FAINT, small, "rm")
-        if both:
-            draw_text(draw, (value_right, middle), _HEADINGS[self._meaning], FAINT, small, "rm")
-        half, thick, full = round(size * 0.58), max(2, round(size * 0.32)), bar_right - bar_left
-        for bar in bars:
-            y += line
-            middle = y + line // 2
-            color: RGB = slot_color(bar.slot)
-            swatch = (x, middle - half, x + round(size * 1.5), middle + half)
-            draw.rectangle(swatch, fill=color, outline=INK, width=max(1, size // 14))
-            draw_text(draw, ((swatch[0] + swatch[2]) / 2, middle), str(bar.slot), text_color(color), small, "mm")
-            draw.rectangle((bar_left, middle - thick, bar_right, middle + thick), fill=TRACK)
-            start, stop = bar_left + round(bar.start * full), bar_left + round(bar.stop * full)
-            if stop > start:
-                draw.rectangle((start, middle - thick, stop, middle + thick), fill=color)
-            draw_text(draw, (value_right, middle), format_number(bar.value), INK, size, "rm")
-            if both:
-                draw_text(draw, (score_right, middle), format_number(bar.score), FAINT, size, "rm")
+    def draw(self, draw: ImageDraw.ImageDraw, y: int) -> None:
+        """Draw the caption below `y`."""
+        y += self._margin
+        for text, font_size, color in self._lines:
+            draw.text((self._margin, y), to_drawable(text), color, font(font_size))
+            y += round(font_size * 1.4)

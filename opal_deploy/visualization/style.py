@@ -6,14 +6,13 @@ repeat. Text from outside (labels, file names, messages) is made printable here,
 
 from __future__ import annotations
 
-import math
 import threading
 import unicodedata
 from collections.abc import Callable
 from functools import lru_cache
 from typing import cast
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import ImageFont
 
 RGB = tuple[int, int, int]
 
@@ -107,38 +106,15 @@ def font(size: float) -> ImageFont.FreeTypeFont:
     return fonts[size]
 
 
-def draw_text(
-    draw: ImageDraw.ImageDraw, xy: tuple[float, float], text: str, fill: RGB, size: int, anchor: str = "la"
-) -> None:
-    """Draw text exactly as `draw.text` does, but several times faster: masks of words are cached."""
-    (x, left), (y, top) = math.modf(xy[0]), math.modf(xy[1])
-    for word in text.split(" ") if anchor[0] == "l" else [text]:
-        if word:
-            (right, down), mask = _word_mask(word, size, anchor, x, y)
-            draw.bitmap((int(left) + right, int(top) + down), mask, fill)
-        left += text_length(word + " ", size)
-
-
-def text_length(text: str, size: int) -> float:
-    """Return the width in pixels of drawable text, `font(size).getlength(text)`, from cached words."""
-    words = text.split(" ")
-    return sum(_word_length(word, size) for word in words if word) + (len(words) - 1) * _word_length(" ", size)
-
-
 def measure_text(text: str, size: int) -> float:
     """Return the width in pixels of any text; letters that the built-in font lacks get another font's width."""
-    if text.isascii():
-        return text_length(text, size)
-    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
-    narrow = "".join(c for c in text if unicodedata.east_asian_width(c) not in "WF")
-    return text_length(to_drawable(narrow, len(narrow)), size) + wide * size
-
-
-@lru_cache(maxsize=8192)
-def _word_mask(text: str, size: int, anchor: str, x: float, y: float) -> tuple[tuple[int, int], Image.Image]:
-    """Return a word's offset and its coverage of each pixel, drawn at the fraction (x, y) of a pixel."""
-    core, (right, down) = font(size).getmask2(text, "L", anchor=anchor, start=(x, y))
-    return (int(right), int(down)), Image.frombytes("L", core.size, bytes(core))
+    wide = 0
+    if not text.isascii():
+        wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
+        narrow = "".join(c for c in text if unicodedata.east_asian_width(c) not in "WF")
+        text = to_drawable(narrow, len(narrow))
+    words = text.split(" ")
+    return sum(_word_length(word, size) for word in words) + (len(words) - 1) * _word_length(" ", size) + wide * size
 
 
 @lru_cache(maxsize=8192)
@@ -206,22 +182,6 @@ def wrap_text(text: str, size: int, width: float, lines: int = 1) -> list[str]:
 def fit_line(text: str, size: int, width: float) -> str:
     """Return text on one line of `width` pixels; an ellipsis replaces the end where it is too long."""
     return "".join(wrap_text(text, size, width))
-
-
-def truncate_middle(text: str, size: int, width: float) -> str:
-    """Return text on one line of `width` pixels; an ellipsis replaces the middle where it is too long."""
-    whole = " ".join(escape_unprintable(text[-_MAX_CHARACTERS:]).split())
-
-    def measure(part: str) -> float:
-        return measure_text(part, size)
-
-    if measure(whole) <= width:
-        return whole
-    available = width - measure("...")
-    reverse = whole[::-1]
-    end = reverse[: _count_fitting(reverse, 0.7 * available, measure)][::-1]
-    start = whole[: _count_fitting(whole, available - measure(end), measure)]
-    return f"{start}…{end}"
 
 
 def _count_fitting(text: str, width: float, measure: Callable[[str], float]) -> int:

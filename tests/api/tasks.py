@@ -22,7 +22,7 @@ sheet = answers[0].sheet(), answers[0].save_sheet(out / "sheet.png")
 annotations, table = answers.to_coco(), answers.to_pandas()
 report = answers[:2].save_report(out / "report")
 refused = model.predict(paths[0], min_margin=0.99, unknown="5%").status
-one = asyncio.run(model.apredict(paths[0].read_bytes()))
+one = asyncio.run(asyncio.to_thread(model.predict, paths[0].read_bytes()))
 what_if = model.without(f"{label}/0")
 edited = opal_deploy.edit_model(what_if, out=out / "edited.onnx").path
 other = [each.label for each in what_if.stream(images)]

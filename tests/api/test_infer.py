@@ -75,9 +75,6 @@ def test_a_folder_is_streamed_and_one_record_drawn(folder, exact_model):
     assert [record["image"] for record in model.stream(Path(f"in/{n:03}.png") for n in range(2))] == [
         "in/000.png", "in/001.png",
     ]  # fmt: skip
-    overlay = model.draw_overlay(records[3], "drawn/3.jpg")
+    overlay = records[3].save_overlay("drawn/3.jpg")
     opal_deploy.run_inference("in", model, explain=True, out="out")
     assert overlay.read_bytes() == (folder / "out/overlays/000003-003.jpg").read_bytes()
-    assert model.draw_sheet("in/003.png", "drawn/3.svg").read_text().rstrip().endswith("</svg>")
-    with pytest.raises(opal_deploy.ImageError, match=r"in/bad\.jpg: no prediction"):
-        model.draw_overlay(records[-1], "x.jpg")

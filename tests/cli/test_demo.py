@@ -1,23 +1,17 @@
 """`opal-deploy demo`: the whole job by the commands that it prints, and the quick one with the model that ships."""
 
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.cli.demo.steps import MARKER
-from tests.cli.calls import MAIN, check, one_line, read_results
+from opal_deploy.cli.demo import MARKER
+from tests.cli.calls import check, one_line, read_results
 
 COMMANDS = ("train", "evaluate", "export", "infer", "verify")
 SHIPPED = Path(str(files("opal_deploy.cli.demo") / "creatures.onnx"))
-ORT_WEB = Path(__file__).parents[2] / ".ort-web/node_modules/onnxruntime-web"
 OWN_FOLDER = "  opal-deploy train photos/ --out runs/mine"
 
 
@@ -34,10 +28,9 @@ def list_commands(printed):
     return [line.split()[2:] for line in printed.splitlines() if line.startswith("$ opal-deploy")]
 
 
-@pytest.mark.parametrize("option", ["--overwrite", "--quick"])
-def test_a_folder_with_other_things_is_left_alone(opal, tmp_path, option):
+def test_a_folder_with_other_things_is_left_alone(opal, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    assert "nothing there is removed" in one_line(opal("demo", "--out", tmp_path, option))
+    assert "nothing there is removed" in one_line(opal("demo", "--quick", "--out", tmp_path))
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
@@ -64,48 +57,16 @@ def test_the_quick_demo_explains_new_creatures_without_torch_and_measures_itself
     assert distinguishing["mean"] >= 2.5 * distinguishing["random"] > 0.3
     assert (folder / "d/explanations/report.html").is_file()
     assert len(list((folder / "d/sheets").iterdir())) == 3
-    assert "npm install onnxruntime-web@" in printed
     assert printed.splitlines()[-1] == OWN_FOLDER
 
 
-@pytest.mark.skipif(not ORT_WEB.is_dir(), reason="no ONNX Runtime Web: `make ort-web`")
-def test_the_quick_demo_writes_the_page_and_replaces_an_earlier_one(opal, quick, tmp_path):
-    shutil.copytree(quick[0] / "d", tmp_path / "d")
-    (tmp_path / "d/web").mkdir()
-    (tmp_path / "d/web/index.html").write_text("of an earlier demo")
-    done = check(opal("demo", "--quick", "--out", tmp_path / "d", "--ort-web", ORT_WEB))
-    assert "<main" in (tmp_path / "d/web/index.html").read_text("utf-8")
-    assert "python -m http.server --directory" in done.stderr
-
-
-def test_an_interrupted_demo_goes_on_with_the_commands_that_it_prints_and_checks_its_records(opal, tmp_path):
-    """Ctrl-C in the training, then kill -9 in a later step; the third call does the rest."""
-
-    def stop(after, how):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-        with subprocess.Popen(
-            [sys.executable, "-c", MAIN, *call], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        ) as process:  # fmt: skip
-            printed = ""
-            for line in process.stderr:
-                printed += line
-                if line.startswith(after):
-                    process.send_signal(how)
-        return process.returncode, printed
-
+def test_a_short_demo_runs_the_commands_that_it_prints_and_checks_its_records(opal, tmp_path):
     call = ("demo", "--out", "d", "--epochs", "2", "--train-per-class", "8")
-    hint = f"Resume the demo with: opal-deploy {' '.join(call)}\n"
-    code, printed = stop("epoch 1/2: ", signal.SIGINT)
-    assert (code, " per epoch" in printed, hint in printed) == (130, True, True)
-    code, printed = stop("$ opal-deploy infer", signal.SIGKILL)
-    assert (code, "resuming after epoch 1" in printed) == (-signal.SIGKILL, True)
+    # an earlier demo is replaced
+    (tmp_path / "d/data").mkdir(parents=True)
+    (tmp_path / "d" / MARKER).touch()
     printed = check(opal(*call, cwd=tmp_path)).stderr
-    assert "Going on with the demo in d: 4 steps are complete" in printed
-    assert "epoch" not in printed.split("$ opal-deploy infer")[0].split("$ opal-deploy train")[1].split("\n", 1)[1]
     assert printed.splitlines()[-1] == OWN_FOLDER
-    assert "holds a demo of other options" in one_line(opal(*call, "--seed", 1, cwd=tmp_path))
-
     assert [command[0] for command in list_commands(printed)] == [*COMMANDS]
     figures = read_figures(tmp_path / "d")
     assert figures["pointing_game"]["distinguishing_part"]["count"] == figures["pointing_game"]["images"]
@@ -114,9 +75,6 @@ def test_an_interrupted_demo_goes_on_with_the_commands_that_it_prints_and_checks
     assert all(record["status"] == "ok" and record["model_sha256"] for record in records)
     assert "120 of 120 records match the model" in printed
     assert "was not checked" not in printed
-    # so short a training is no success, and is called none
-    assert figures["test_accuracy"] < 0.95
-    assert "That is low: " in printed
     # what comes next is said with these very files: one of the commands, as printed
     explain = next(line for line in printed.splitlines() if line.startswith("  opal-deploy explain"))
     check(opal(*explain.split()[1:], cwd=tmp_path))

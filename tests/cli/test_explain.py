@@ -26,14 +26,9 @@ def run(opal, exact_model, make_pictures, tmp_path):
 def test_one_image_gives_one_sheet_beside_the_call_without_torch(run, tmp_path):
     done = run("explain in/000.png", blocked=("torch", "sklearn", "matplotlib", "onnx"))
     with Image.open(tmp_path / "000.evidence.png") as sheet:
-        assert sheet.width == 1200
+        assert sheet.width == 910
     assert "000.evidence.png" in done.stderr
     assert done.stdout == ""
-
-
-def test_a_narrow_sheet_is_laid_out_for_a_phone(run, tmp_path):
-    run("explain in/000.png --narrow --out narrow.svg")
-    assert ET.parse(tmp_path / "narrow.svg").getroot().attrib["width"] == "455"
 
 
 def test_the_suffix_of_out_says_which_format_and_a_small_margin_is_marked(run, tmp_path):
@@ -45,11 +40,11 @@ def test_the_suffix_of_out_says_which_format_and_a_small_margin_is_marked(run, t
 
 def test_several_images_give_a_folder_of_sheets_and_a_bad_one_costs_only_itself(run, tmp_path):
     (tmp_path / "in/001.png").write_bytes(b"no image")
-    done = run("explain in --out out --format svg --json", 3)
+    done = run("explain in --out out --json", 3)
     assert "in/001.png: not_an_image" in done.stderr
     assert "2 sheets in out, 1 failed" in done.stderr
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert names == ["000000-000.svg", "000002-002.svg"]
+    assert names == ["000000-000.png", "000002-002.png"]
     assert [document["sheet"] for document in json.loads(done.stdout)] == [f"out/{name}" for name in names]
 
 
@@ -74,21 +69,20 @@ def test_programs_read_what_the_record_says_and_the_names_of_slots(run, tmp_path
 
 
 def test_a_known_label_stands_beside_the_answer_with_a_mark(run, tmp_path):
-    plain = json.loads(run("explain in --out plain --format svg --json").stdout)
+    plain = json.loads(run("explain in --out plain --json").stdout)
     answers = [document["predicted"]["label"] for document in plain]
     assert all("label" not in document and "correct" not in document for document in plain)
     labels = [answers[0], next(name for name in ("ash", "birch") if name != answers[1]), "yeti"]
     rows = [f"in/{number:03}.png,{label}" for number, label in enumerate(labels)]
     (tmp_path / "labels.csv").write_text("\n".join(["image,label", *rows]))
-    done = run("explain in --out out --format svg --labels labels.csv --json")
+    done = run("explain in --out out --labels labels.csv --json")
     assert [document["label"] for document in json.loads(done.stdout)] == labels
     assert [document["correct"] for document in json.loads(done.stdout)] == [True, False, None]
     notes = ["(correct)", f"(wrong, label {labels[1]})", "(label yeti, not a class of the model)"]
     for number, (note, document) in enumerate(zip(notes, plain, strict=True)):
         assert f"in/{number:03}.png: {answers[number]} {note}" in done.stderr
-        sheet = tmp_path / "out" / Path(document["sheet"]).name
-        assert note in "".join(ET.parse(sheet).getroot().itertext())
-        assert "correct" not in (tmp_path / document["sheet"]).read_text()
+        with Image.open(tmp_path / "out" / Path(document["sheet"]).name) as sheet:
+            assert note in sheet.info["Description"]
     # the same on the sheets of a run
     run("infer in --sheets --out run --labels labels.csv")
     with Image.open(tmp_path / "run/sheets/000001-001.png") as sheet:
@@ -108,8 +102,6 @@ def test_a_sheet_that_is_there_is_not_replaced_unasked(run, tmp_path):
         ("in/000.png --heatmap", 2, "exact.onnx: it was exported without attention maps"),
         ("in --out a.png", 2, "--out a.png: is one file, but there may be several images"),
         ("in/000.png --out a.jpg", 2, "expected a .png or .svg file"),
-        ("in/000.png --out a.png --format svg", 2, "disagree"),
-        ("in/000.png --format pdf", 2, "'pdf' is not one of 'png', 'svg'"),
         ("in/000.png --out in/000.png --overwrite", 2, "this call reads that file"),
         ("in/000.png --atlas in", 2, "in/atlas.json: cannot be read"),
         ("in/000.png --slot-names nowhere", 2, "nowhere: cannot be read"),

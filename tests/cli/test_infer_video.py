@@ -78,11 +78,8 @@ def test_without_pyav_the_extra_is_named(tmp_path, call, exact_model, monkeypatc
     ("arguments", "reason"),
     [
         (["in/a.mp4"], "it is a video; choose its frames by `infer --every 1s`"),
-        (["in/b"], "frames of videos are taken with --every 1s"),
         (["in", "--every", "half"], "expected frames, such as 10 (every tenth), or seconds, such as 0.5s"),
-        (["https://example.org/a.mp4", "--every", "1"], "videos are read from disks only; download it first"),
         (["sound.mp4", "--every", "1"], "it has no video, perhaps only sound"),
-        (["in/c.mp4#frame=1"], "no such file or folder"),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_one_line(tmp_path, call, arguments, reason):

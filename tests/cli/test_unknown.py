@@ -14,7 +14,6 @@ from PIL import Image
 import opal_deploy
 from opal_deploy.artifact import onnx_file
 from opal_deploy.bench.networks import update_batch_norms
-from opal_deploy.errors import UsageError
 from opal_deploy.model.checkpoint import Checkpoint, save
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
@@ -127,7 +126,6 @@ def test_what_cannot_be_answered_is_refused_in_a_line(infer, folder, opal, exact
     few = one_line(infer("x", "--unknown", "1%"))
     assert "30 validation images are too few for that rate; give 3.3% or more" in few
     check(infer("least", "--unknown", "3.3%"))
-    assert "expected an OOD score such as 0.7" in one_line(infer("x", "--unknown", "often"))
     assert not (folder / "x").exists()
 
 
@@ -158,17 +156,8 @@ def test_images_like_the_background_score_higher(opal, folder, infer, records, b
     assert "; OOD score knows 5 background images" in check(opal("inspect", folder / "more.onnx")).stderr
 
 
-def test_a_background_is_for_the_baseline_of_a_checkpoint(folder, background):
-    record = {"background": background, "record": True}
-    with pytest.raises(UsageError, match=r"add --split val --record"):
-        opal_deploy.evaluate_model(folder / "model.pt", folder / "data", **record)
-    with pytest.raises(UsageError, match=r"needs the checkpoint that it was exported from"):
-        opal_deploy.evaluate_model(folder / "model.onnx", folder / "data", split="val", **record)
-
-
-@pytest.mark.parametrize("options", [(), ("--outputs", "topk", "--top-k", "2")], ids=["fp16", "topk"])
-def test_other_forms_of_the_graph_keep_the_output(opal, infer, folder, records, options):
-    out = f"fp16-{len(options)}"
+def test_other_forms_of_the_graph_keep_the_output(opal, infer, folder, records):
+    out, options = "fp16", ("--outputs", "topk", "--top-k", "2")
     name = f"{out}.onnx"
     fp16 = ("--precision", "fp16", "--no-verify", "--threads", "1")
     check(opal("export", folder / "model.onnx", *fp16, *options, "--out", folder / name))

@@ -56,6 +56,7 @@ def test_python(folder):
     check(done.stdout, folder)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_cpp(folder):
     openvino = pytest.importorskip("openvino").__path__[0]
@@ -70,6 +71,7 @@ def test_cpp(folder):
     check(done.stdout, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 @needs_chromium
 @needs_ort_web

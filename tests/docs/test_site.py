@@ -57,7 +57,6 @@ def test_the_search_finds_a_page_and_no_code_of_the_home_page_is_cut_off(open_pa
 @pytest.mark.parametrize(
     ("name", "copied"),
     [
-        ("howto/evaluate.html", "opal-deploy evaluate DATA --model ckpt.pt"),
         ("howto/calibration.html", "opal-deploy train DATA --out runs/mine\nopal-deploy export runs/mine/best.pt"),
         ("howto/python.html", "from pathlib import Path"),
     ],

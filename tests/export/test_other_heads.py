@@ -135,7 +135,10 @@ def test_a_record_adds_up_to_the_logit(exported, pictures, opal):
         for slot in evidence:
             weight = float(weights[prediction["class_id"], slot["channel"]])
             assert slot["contribution"] == pytest.approx(weight * slot["score"], rel=1e-6)
-    assert "contribution to the logit" in (folder / "out" / "report.html").read_text()
+    page = (folder / "out" / "report.html").read_text()
+    # the meaning of the bars is a contribution to the logit
+    assert '"cosine":false' in page
+    assert '"meaning":3' in page
     check(opal("verify", "out", "--model", "model_state.onnx", "--all", *CPU, cwd=folder))
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from opal_deploy.run.setup import RunOptions
 from opal_deploy.run.sheets import SheetBuilder, SheetOptions, check_attention
 from opal_deploy.sources.image import InputImage
 from opal_deploy.visualization.atlas.collector import AtlasCollector
-from opal_deploy.visualization.atlas.storage import build_atlas
+from opal_deploy.visualization.atlas.storage import write_atlas
 from tests.bright import BrightSession, read_results, save, write_run
 
 
@@ -87,7 +86,7 @@ def test_a_drawing_that_crashes_hangs_or_finds_no_memory_costs_itself_only(image
     assert ["overlay" in record and "sheet" in record for record in records] == [True, *[False] * 4, True]
     assert summary.to_dict()["drawing_errors"] == {code: 1 for code in codes if code}
     # the page shows the reason
-    assert (out / "report.html").read_text("utf-8").count('"no-image">not drawn: ') == 3
+    assert (out / "report.html").read_text("utf-8").count('"undrawn":"not drawn: ') == 3
     # the same drawings without processes
     run_in(plain, images, BrightSession(), report=ReportOptions())
     for name in (records[5]["overlay"], records[5]["sheet"]):
@@ -144,16 +143,15 @@ def write_report(out, options):
             add(record)
 
 
-def sources(out):
-    return re.findall(r' src="([^",]*)', (out / "report.html").read_text(encoding="utf-8"))
+def count_embedded(out):
+    return (out / "report.html").read_text(encoding="utf-8").count('<script type="text/plain"')
 
 
 @pytest.mark.parametrize(("count", "embedded"), [(3, True), (201, False)])
 def test_a_report_embeds_few_images(tmp_path, count, embedded):
     out = make_run(tmp_path / "out", count)
     write_report(out, ReportOptions())
-    assert len(sources(out)) == min(count, 48)
-    assert {source.startswith("data:image/jpeg") for source in sources(out)} == {embedded}
+    assert count_embedded(out) == (count if embedded else 0)
     assert sorted(path.name for path in out.iterdir()) == ["overlays", "report.html", "results.jsonl"]
 
 
@@ -174,8 +172,7 @@ def test_a_report_is_named_after_its_images_and_model(tmp_path, monkeypatch, inp
 def test_an_overlay_that_is_gone_costs_its_image_only(tmp_path):
     out = make_run(tmp_path / "out", 2, overlays=False)
     write_report(out, ReportOptions())
-    assert sources(out) == []
-    assert re.search("image not kept", (out / "report.html").read_text(encoding="utf-8"))
+    assert count_embedded(out) == 0
 
 
 # ---- the content of sheets
@@ -213,7 +210,7 @@ def test_an_image_is_never_its_own_exemplar(tmp_path):
     images = [save(tmp_path / f"{number}.png", (32, 32), 150 + 20 * number) for number in range(4)]
     collector = AtlasCollector(session.metadata, 3)
     collect_images([InputImage(path.name, path) for path in images], [session], OPTIONS, collector)
-    atlas = build_atlas(collector, tmp_path / "atlas", {"file": "m", "sha256": "f"}, {})
+    atlas = write_atlas(collector, tmp_path / "atlas", {"file": "m", "sha256": "f"}, {})
     # under another name, so that only the bytes can tell
     copy = save(tmp_path / "copy.png", (32, 32), 210)
     for rows, expected in ((4, ["2.png", "1.png"]), (1, ["2.png"])):

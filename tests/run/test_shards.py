@@ -70,7 +70,8 @@ def start_slowly(infer):
 def test_two_shards_write_the_files_of_one_process(infer, one_process):
     check(infer("out", *DRAWINGS, "--shards", "2"), 3)
     assert infer.files("out") == one_process.files("".join(DRAWINGS))
-    assert (infer.cwd / "out/report.html").read_text().count("<article") == IMAGES
+    page = (infer.cwd / "out/report.html").read_text()
+    assert page.count('"slots":') + page.count('{"message":') == IMAGES
     summary, expected = infer.summary("out"), one_process.summary("".join(DRAWINGS))
     assert summary["shards"] == {"count": 2, "crashes": 0}
     assert {row["stage"]: row["calls"] for row in summary["time"]["stages"]}["decode"] == IMAGES

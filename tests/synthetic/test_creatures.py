@@ -2,11 +2,11 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from PIL import Image, ImageDraw, ImageFilter
+from PIL import Image, ImageFilter
 
 from opal_deploy.errors import UsageError
 from opal_deploy.synthetic.creatures import MAX_SPECIES, VARIANTS, draw_creature, list_species
-from opal_deploy.synthetic.shapes import draw_background, part_polygons
+from opal_deploy.synthetic.shapes import draw_background
 
 SIDE = 224
 KINDS = list_species(MAX_SPECIES)
@@ -28,13 +28,6 @@ def within(boxes, size):
     for x0, y0, x1, y1 in boxes:
         inside |= (x + 1 > x0) & (x < x1) & (y + 1 > y0) & (y < y1)
     return inside
-
-
-@pytest.mark.parametrize("size", [(160, 224), (32, 32)])
-def test_image_and_foreground_have_the_requested_size(size):
-    creature = drawn(3, 0, size)
-    assert (creature.image.shape, creature.image.dtype) == ((*size, 3), np.uint8)
-    assert (creature.foreground.shape, creature.foreground.dtype) == (size, np.bool_)
 
 
 def test_every_part_lies_within_the_image_and_spans_a_visible_share_of_at_most_two_cells(many):
@@ -67,8 +60,8 @@ def test_scene_depends_on_the_generator_only():
             np.testing.assert_array_equal(creature.image[~own], scene[~own])
 
 
-@pytest.mark.parametrize("size", [(96, 96), (128, 96)])
-def test_two_species_differ_exactly_inside_the_parts_that_differ(size):
+def test_two_species_differ_exactly_inside_the_parts_that_differ():
+    size = (128, 96)
     for seed, (a, b) in enumerate(combinations(range(MAX_SPECIES), 2)):
         one, two = drawn(a, seed, size), drawn(b, seed, size)
         changed = (one.image != two.image).any(axis=2)
@@ -95,16 +88,6 @@ def test_box_is_tight_around_what_the_part_paints(part):
         assert slack.max() < hidden + 2.5, (kind.name, slack)
 
 
-def test_hidden_part_is_not_visible_and_changes_nothing_else():
-    whole = drawn(0, 5)
-    without = draw_creature(KINDS[0], np.random.default_rng(5), (SIDE, SIDE), hide={"tail", "crest"})
-    assert {name for name, part in without.parts.items() if not part.visible} == {"tail", "crest"}
-    assert without.parts["beak"] == whole.parts["beak"]
-    changed = (whole.image != without.image).any(axis=2)
-    assert changed.any()
-    assert not (changed & ~within([whole.parts["tail"].box, whole.parts["crest"].box], (SIDE, SIDE))).any()
-
-
 def test_creatures_cover_a_moderate_share_and_name_the_parts_that_distinguish_them(many):
     for i, creature in enumerate(many):
         assert 0.08 < creature.foreground.mean() < 0.3
@@ -118,11 +101,6 @@ def test_creatures_cover_a_moderate_share_and_name_the_parts_that_distinguish_th
 def test_what_cannot_be_drawn_is_refused(size, hide, reason):
     with pytest.raises(UsageError, match=reason):
         draw_creature(KINDS[0], np.random.default_rng(0), size, hide=hide)
-
-
-def test_scenes_are_varied():
-    means = np.array([draw_background(np.random.default_rng(i), (64, 64)).mean(axis=(0, 1)) for i in range(40)])
-    assert means.std(axis=0).min() > 15
 
 
 def test_colours_hardly_tell_the_species():
@@ -146,22 +124,9 @@ def test_any_two_species_differ_in_two_to_four_parts():
         assert 2 <= sum(a.variants[part] != b.variants[part] for part in VARIANTS) <= 4, (a.name, b.name)
 
 
-@pytest.mark.parametrize("count", range(4, MAX_SPECIES + 1))
+@pytest.mark.parametrize("count", [4, MAX_SPECIES])
 def test_exactly_the_special_parts_distinguish(count):
     for one in list_species(count):
         special = {part for part in VARIANTS if one.variants[part] != VARIANTS[part][0]}
         assert len(special) == 2
         assert one.distinguishing == special
-
-
-@pytest.mark.parametrize("part", VARIANTS)
-def test_variants_of_a_part_paint_about_the_same_area(part):
-    areas = []
-    for variant in VARIANTS[part]:
-        canvas = Image.new("L", (600, 600))
-        for outline, tone in part_polygons(part, variant):
-            if (part, tone) != ("wing", "fill"):  # the wing itself is the same in every variant
-                flat = (outline * 1000 + 300).ravel().tolist()
-                ImageDraw.Draw(canvas).polygon(flat, fill=0 if tone == "base" else 255)
-        areas.append(np.count_nonzero(np.asarray(canvas)))
-    assert max(areas) < 1.3 * min(areas), dict(zip(VARIANTS[part], areas, strict=True))

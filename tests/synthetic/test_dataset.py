@@ -1,4 +1,3 @@
-import json
 import subprocess
 import sys
 from itertools import combinations
@@ -10,7 +9,7 @@ from PIL import Image
 from opal_deploy.errors import UsageError
 from opal_deploy.synthetic import example_images, generate_dataset, read_annotations
 from opal_deploy.synthetic.creatures import MAX_SPECIES, draw_creature, list_species
-from opal_deploy.synthetic.dataset import encode_runs, noise_image
+from opal_deploy.synthetic.dataset import encode_runs
 
 SMALL = {"num_species": 3, "train_per_class": 2, "val_per_class": 1, "test_per_class": 1, "size": (64, 96)}
 
@@ -26,11 +25,10 @@ def test_layout_is_an_image_folder_with_annotations(tmp_path):
     summary = generate_dataset(root, **SMALL, progress=lambda done, total: steps.append((done, total)))
     assert (summary.root, summary.images) == (root, {"train": 6, "val": 3, "test": 3})
     assert steps == [(i, 12) for i in range(1, 13)]
-    assert sorted(path.name for path in root.iterdir()) == ["classes.txt", "parts.jsonl", "test", "train", "val"]
+    assert sorted(path.name for path in root.iterdir()) == ["parts.jsonl", "test", "train", "val"]
     for split in ("train", "val", "test"):
         # an ImageFolder numbers its classes alphabetically
         assert sorted(path.name for path in (root / split).iterdir()) == list(summary.classes)
-    assert (root / "classes.txt").read_text().split() == list(summary.classes)
     on_disk = {path.relative_to(root).as_posix() for path in root.glob("*/*/*.png")}
     assert {annotation.image for annotation in read_annotations(summary.annotations)} == on_disk
 
@@ -70,7 +68,7 @@ def test_an_occupied_folder_and_a_file_are_refused_and_left_alone(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        *(({"num_species": count}, f"2 to {MAX_SPECIES}") for count in (-1, 0, 1, MAX_SPECIES + 1)),
+        ({"num_species": MAX_SPECIES + 1}, f"2 to {MAX_SPECIES}"),
         ({"train_per_class": -1}, "must not be negative"),
         ({"train_per_class": 0, "val_per_class": 0, "test_per_class": 0}, "nor all 0"),
         ({"seed": -1}, "seed must not be negative"),
@@ -90,13 +88,11 @@ def test_runs_start_with_background_and_go_row_by_row(mask, runs):
     assert encode_runs(np.array([[pixel == "1" for pixel in row] for row in mask.split()])) == runs
 
 
-@pytest.mark.parametrize("damage", ["not json", "[]", "{}", '{"schema": 2}', "short"])
+@pytest.mark.parametrize("damage", ["not json", "[]", "{}", '{"schema": 2}', '{"schema": 1}'])
 def test_damaged_line_is_named(tmp_path, damage):
     summary = generate_dataset(tmp_path, **SMALL)
-    first, second, *_ = summary.annotations.read_text().splitlines()
-    record = json.loads(second)
-    shortened = json.dumps({**record, "runs": record["runs"][:-1]})
-    summary.annotations.write_text(f"{first}\n{shortened if damage == 'short' else damage}\n")
+    first, *_ = summary.annotations.read_text().splitlines()
+    summary.annotations.write_text(f"{first}\n{damage}\n")
     with pytest.raises(UsageError, match=r"line 2 is not a part annotation"):
         read_annotations(summary.annotations)
     with pytest.raises(UsageError, match="cannot read part annotations"):
@@ -112,13 +108,6 @@ def test_examples_are_different_and_do_not_depend_on_their_number():
     assert example_images(0, 64, 64).shape == (0, 64, 64, 3)
     with pytest.raises(UsageError):
         example_images(1, 8, 64)
-
-
-def test_noise_covers_all_values_and_stays_the_same():
-    noise = noise_image(64, 96)
-    assert (noise.shape, noise.dtype) == ((64, 96, 3), np.uint8)
-    assert (noise.min(), noise.max()) == (0, 255)
-    np.testing.assert_array_equal(noise, noise_image(64, 96))
 
 
 def test_the_package_needs_numpy_and_pillow_only():

@@ -83,8 +83,17 @@ def test_only_the_labelled_classs_slots_pay_for_their_maximum_in_the_region():
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_run_says_what_the_regions_got_and_repeats_with_its_recipe(opal, tmp_path):
     data, run = tmp_path / "data", tmp_path / "run"
-    generate_dataset(
-        data, num_species=2, train_per_class=6, val_per_class=2, test_per_class=0, size=(64, 64), stamped=[1]
+    species = generate_dataset(data, num_species=2, train_per_class=6, val_per_class=2, test_per_class=0, size=(64, 64))
+    stamped = sorted((data / "train" / species.classes[1]).iterdir())
+    (data / "stamps.json").write_text(
+        json.dumps(
+            {
+                "images": [{"id": i, "file_name": str(path.relative_to(data))} for i, path in enumerate(stamped)],
+                "annotations": [
+                    {"id": i, "image_id": i, "bbox": [50, 50, 10, 10], "area": 100} for i in range(len(stamped))
+                ],
+            }
+        )
     )
     arguments = (
         "--backbone", SMALL_BACKBONE, "--weights", "none", "--size", "64", "--stride", "16", "--batch-size", "6",

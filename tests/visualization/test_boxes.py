@@ -33,7 +33,7 @@ def test_where_contributions_do_not_add_up_to_the_cosine_all_lines_are_equal(mak
     assert line_widths(make_record(SIZE, CELLS, [0.02, 0.9, 0.45], distance=distance)) == [1, 1, 1]
 
 
-def test_the_legend_says_what_the_lines_mean_only_where_they_differ(make_record, monkeypatch):
+def test_the_caption_says_what_the_lines_mean_only_where_they_differ(make_record, monkeypatch):
     notes = []
     monkeypatch.setattr("opal_deploy.visualization.overlay.wrap_text", lambda text, *_, **__: notes.append(text) or [])
     weak = make_record(SIZE, CELLS, [0.02, 0.9, 0.45])
@@ -53,7 +53,7 @@ def test_a_slot_that_adds_less_than_a_tenth_or_half_an_equal_part_is_faint(parts
     assert emphasize(parts) == emphases
 
 
-@pytest.mark.parametrize("side", [3, 6, 10, 14, 20, 60])
+@pytest.mark.parametrize("side", [3, 14, 60])
 @pytest.mark.parametrize("corner", [(0, 0), (200, 150), (500, 375)], ids=str)
 def test_a_tag_is_no_taller_than_its_box_or_stands_apart_tied_to_it(side, corner):
     size = (500, 375)

@@ -55,7 +55,7 @@ def test_boxes_have_their_slots_colours_at_their_coordinates(make_record):
         assert overlay.getpixel((x + 99, y)) == slot_color(slot)
 
 
-@pytest.mark.parametrize("background", ["white", "black", *("#0072b2", "#e69f00", "#f0e442")])
+@pytest.mark.parametrize("background", ["white", "black", "#e69f00"])
 def test_a_box_shows_on_any_background(make_record, background):
     image = Image.new("RGB", SIZE, background)
     overlay = draw_overlay(image, make_record(SIZE, [(2, 2)]))
@@ -63,18 +63,7 @@ def test_a_box_shows_on_any_background(make_record, background):
     assert np.abs(np.diff(row)).max() > 60
 
 
-@pytest.mark.parametrize("slots", [2, 5, 12])
-@pytest.mark.parametrize("size", [SIZE, (64, 64), (160, 1200)])
-def test_slots_that_share_a_cell_are_all_visible_on_its_border(make_record, slots, size):
-    record = make_record(size, [(2, 2)] * slots)
-    overlay = draw_overlay(Image.new("RGB", size, "#777"), record)
-    scale = display_scale(*size)
-    x0, y0, x1, y1 = pixel_box(record.evidence[0].box, (scale, scale), photograph_size(*size))
-    colors = {color for _, color in overlay.crop((x0, y0, x1 + 1, y1 + 1)).getcolors(1 << 24)}
-    assert {slot_color(i) for i in range(slots)} <= colors
-
-
-def test_fields_are_dashed_around_their_cells_and_the_legend_says_which_is_which(make_record):
+def test_fields_are_dashed_around_their_cells_and_the_caption_says_which_is_which(make_record):
     record = make_record(SIZE, [(2, 2)])
     plain, drawn = (
         draw_overlay(Image.new("RGB", SIZE, "#777"), record, field) for field in (None, EffectiveField(2, 0.5, (5, 5)))
@@ -87,14 +76,12 @@ def test_fields_are_dashed_around_their_cells_and_the_legend_says_which_is_which
     assert drawn.height > plain.height
 
 
-@pytest.mark.parametrize(
-    ("size", "scale"), [((1, 1), 256), ((64, 64), 4), ((13, 169), 9), ((159, 400), 2), ((160, 160), 1), ((1, 1000), 1)]
-)
+@pytest.mark.parametrize(("size", "scale"), [((1, 1), 256), ((13, 169), 9), ((160, 160), 1), ((1, 1000), 1)])
 def test_only_tiny_images_are_enlarged(size, scale):
     assert display_scale(*size) == scale
 
 
-@pytest.mark.parametrize("size", [(1, 1), (2, 3), (1, 1000), (1000, 1), (13, 169), (64, 64), (161, 2000)], ids=str)
+@pytest.mark.parametrize("size", [(1, 1), (1, 1000), (1000, 1), (13, 169)], ids=str)
 def test_odd_sizes_do_not_raise(make_record, size):
     for slots in (1, 2, 10, 40):
         cells = [(i * 7 % 5, i * 3 % 5) for i in range(slots)]
@@ -102,7 +89,7 @@ def test_odd_sizes_do_not_raise(make_record, size):
         assert min(np.subtract(overlay.size, photograph_size(*size))) >= 0
 
 
-@pytest.mark.parametrize("size", [(2_000_000, 1), (1, 2_000_000), (9000, 1000), (1000, 9000), (3000, 3000)], ids=str)
+@pytest.mark.parametrize("size", [(2_000_000, 1), (1, 2_000_000), (3000, 3000)], ids=str)
 def test_no_shape_makes_a_drawing_large(make_record, size):
     image, record = Image.new("RGB", size, "#777"), make_record(size, [(i % 5, i // 2) for i in range(10)])
     overlay = draw_overlay(image, record)
@@ -117,15 +104,6 @@ def test_an_enlarged_image_keeps_every_pixel(make_record):
     overlay = draw_overlay(image, make_record((10, 10), [(4, 4)]))
     enlarged = image.crop((0, 0, 10, 6)).resize((260, 156), Image.Resampling.NEAREST)
     assert overlay.crop((0, 0, 260, 156)).tobytes() == enlarged.tobytes()
-
-
-def test_the_legend_stands_beside_a_tall_image_and_under_a_wide_one(make_record):
-    wide, tall = (draw_overlay(photograph(s), make_record(s)).size for s in ((600, 300), (300, 600)))
-    assert wide[0] == tall[1] == 600
-    assert min(wide[1], tall[0]) > 300
-    # an abstention is written there
-    unsure = draw_overlay(photograph((600, 300)), make_record((600, 300), min_margin=1.5)).size
-    assert unsure[1] > wide[1]
 
 
 @pytest.mark.parametrize(
@@ -150,6 +128,11 @@ def test_a_record_of_another_image_or_of_an_error_is_refused(make_record):
         draw_overlay(photograph((30, 20)), make_record((20, 30)))
     with pytest.raises(ValueError, match="nothing to draw"):
         draw_overlay(photograph((30, 20)), error_record("a.jpg", "truncated_image", "cut"))
+
+
+def test_an_abstention_is_in_the_caption(make_record):
+    sure, unsure = (draw_overlay(photograph(SIZE), make_record(SIZE, min_margin=least)).height for least in (None, 1.5))
+    assert unsure > sure
 
 
 def test_encoded_overlays_are_jpegs_that_keep_the_lines_colours(make_record):
@@ -201,8 +184,3 @@ def test_slots_that_share_a_cell_have_tags_side_by_side(make_record):
     colors = [slot_color(slot) for slot in range(3)]
     above = dict.fromkeys(overlay.getpixel((x, 150)) for x in range(200, 300))
     assert [color for color in above if color in colors] == colors
-
-
-@pytest.mark.parametrize(("value", "text"), [(0.12345, "0.123"), (-0.0001, "0.000"), (None, "–"), (-0.5, "-0.500")])
-def test_numbers_have_three_decimals(value, text):
-    assert format_number(value) == text

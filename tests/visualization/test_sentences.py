@@ -1,11 +1,13 @@
 import math
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from opal_deploy.visualization.sentences import describe_answer, headline
+from opal_deploy.visualization.sentences import GLOSSARY, describe_answer, headline
 
 SIZE = (300, 300)
+PAGE = Path(__file__).parents[2] / "docs/reference/glossary.md"
 
 
 @pytest.fixture
@@ -58,3 +60,9 @@ def test_a_record_says_only_what_it_has_figures_for(record, make_record, answer_
 )
 def test_a_refused_answer_does_not_lead_with_its_class(status, words):
     assert headline(status, "Ani") == words
+
+
+def test_the_glossary_page_has_the_words_and_sentences_of_the_tooltips():
+    _, *sections = PAGE.read_text("utf-8").split("\n## ")
+    parts = (section.partition("\n") for section in sections)
+    assert {word.lower(): " ".join(text.split()) for word, _, text in parts} == GLOSSARY

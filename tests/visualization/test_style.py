@@ -2,20 +2,15 @@ import itertools
 
 import numpy as np
 import pytest
-from PIL import Image, ImageDraw
 
 from opal_deploy.visualization.style import (
     COLORS,
     contrast_ratio,
-    draw_text,
     escape_unprintable,
-    font,
     measure_text,
     slot_color,
     text_color,
-    text_length,
     to_drawable,
-    truncate_middle,
     wrap_text,
 )
 
@@ -86,34 +81,6 @@ def test_text_is_broken_at_spaces_and_ends_in_an_ellipsis():
     assert lines[0] == "Northern"
     assert lines[1].endswith("…")
     assert all(measure_text(line, 14) <= 120 for line in lines)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["class 3   cosine 0.853   margin -0.120", "Black-footed Albatross", "AVATAR To Wa.", "0.174", "  a  ", "", "é?"],
-)
-@pytest.mark.parametrize("size", [11, 12, 15, 19, 33])
-def test_words_that_are_kept_are_drawn_and_measured_as_the_font_draws_them(text, size):
-    face = font(size)
-    assert text_length(text, size) == face.getlength(text)
-    for anchor in ("la", "lm", "rm", "mm"):
-        for x, y in ((40, 30), (400.5, 30.5), (200.25, 30)):
-            expected, found = (Image.new("RGB", (900, 80), (250, 250, 248)) for _ in range(2))
-            ImageDraw.Draw(expected).text((x, y), text, (200, 26, 90), face, anchor=anchor)
-            # the second time from what was kept
-            for _ in range(2):
-                found.paste((250, 250, 248), (0, 0, 900, 80))
-                draw_text(ImageDraw.Draw(found), (x, y), text, (200, 26, 90), size, anchor)
-            assert found.tobytes() == expected.tobytes(), (anchor, x, y)
-
-
-def test_long_text_is_cut_where_it_tells_least():
-    assert truncate_middle("a" * 200 + "/end.jpg", 16, 300).endswith("/end.jpg")
-    assert measure_text(truncate_middle("ab" * 500, 16, 300), 16) <= 300
-    lines = wrap_text("word " * 100, 16, 300, 3)
-    assert len(lines) == 3
-    assert lines[-1].endswith("…")
-    assert all(measure_text(line, 16) <= 300 for line in lines)
 
 
 def test_a_width_of_nothing_and_a_million_letters_still_end():

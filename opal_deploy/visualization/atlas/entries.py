@@ -1,4 +1,4 @@
-"""The contents of an atlas: patches, statistics and findings of each slot, and the exemplars chosen from them."""
+"""The contents of an atlas: patches and statistics of each slot, and the exemplars chosen from them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any
 
 from msgspec import Meta
 from PIL import Image
@@ -20,15 +20,6 @@ Box = tuple[float, float, float, float]
 PATCHES = "patches"
 # file of a patch; one from outside must not lead out of the folder
 PATCH_NAME = r"^patches/[0-9a-f]{2}/[0-9a-f]{32}\.jpg\Z"
-
-# fewest images for findings about a class: fewer show no habit
-MIN_IMAGES = 5
-# share of images below which a slot rarely has a cell of its own
-MIN_OWN_CELL_SHARE = 0.1
-# share of the class's mean contribution below which a slot contributes little
-MIN_EQUAL_PART = 0.2
-# share of images above which a slot follows one cell rather than a part of the object
-MAX_ONE_CELL_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -69,8 +60,6 @@ class SlotStatistics:
         strongest: share of images in which the slot is the class's strongest.
         mean_contribution: mean contribution; None if the distance has no contributions.
         top_cell_share: share of images in which `top_cell` was chosen.
-        entropy: entropy of the chosen cells in bits, from 0 (always the same cell) to log2(H * W).
-        spread: standard deviation of the chosen place, as a share of the crop's diagonal.
     """
 
     images: int
@@ -80,8 +69,6 @@ class SlotStatistics:
     mean_contribution: float | None = None
     top_cell: tuple[int, int] | None = None
     top_cell_share: float | None = None
-    entropy: float | None = None
-    spread: float | None = None
 
 
 @dataclass(frozen=True)
@@ -99,59 +86,6 @@ class SlotEntry:
         return {"slot": self.slot, **asdict(self.statistics), "patches": patches}
 
 
-class FindingKind(NamedTuple):
-    """A kind of findings: what was found, in the plural, what to do about it, and whether there is anything to do."""
-
-    title: str
-    advice: str
-    actionable: bool = True
-
-
-# findings to act on come first
-FINDING_KINDS: Final[Mapping[str, FindingKind]] = {
-    "never_predicted": FindingKind(
-        "classes that were never predicted",
-        "Check their labels and that the training set has images of them, then train again with more.",
-    ),
-    "one_place": FindingKind(
-        "slots that mostly choose the same cell",
-        "Objects that stand in one place explain it. If their patches show a border, a caption or background, let "
-        "opal-deploy edit MODEL --data DATA --suggest judge them and say what dropping them changes; --keep-off "
-        "trains them to look elsewhere.",
-    ),
-    "shares_its_cell": FindingKind(
-        "slots that rarely have a cell of their own",
-        "Train with finer cells (opal-deploy train DATA --stride 16 or 8) or fewer slots per class (--prototypes N).",
-    ),
-    "adds_little": FindingKind(
-        "slots that contribute little",
-        "The other slots of these classes decide; read their boxes. If most classes have such a slot, a model with "
-        "fewer slots (opal-deploy train DATA --prototypes N) explains as much with fewer boxes.",
-        actionable=False,
-    ),
-    "not_shown": FindingKind(
-        "classes without images",
-        "This data set says nothing about them; build the atlas from images that show them.",
-        actionable=False,
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something about a slot or a class that the model's owner should know.
-
-    Attributes:
-        slot: the slot; None for a finding about the whole class.
-    """
-
-    kind: str
-    class_id: int
-    slot: int | None
-    value: float
-    message: str
-
-
 @dataclass(frozen=True)
 class Atlas:
     """An atlas in a folder.
@@ -161,7 +95,6 @@ class Atlas:
             prototypes_per_class, grid, distance.
         data: the data set that the atlas was built from: description, images, answered, failed, ...
         entries: entries by (class, slot), for every slot of the model that was not dropped.
-        findings: what the model's owner should know, class by class.
         cells: how often each cell of the grid was chosen, row by row; length H * W.
         labels: for each predicted class, the number of images by their labels, if these are known.
     """
@@ -172,7 +105,6 @@ class Atlas:
     data: Mapping[str, Any]
     top: int
     entries: Mapping[tuple[int, int], SlotEntry]
-    findings: tuple[Finding, ...]
     cells: tuple[int, ...]
     labels: Mapping[int, Mapping[str, int]]
 
@@ -234,12 +166,6 @@ class Atlas:
         """Return the number of images predicted as a class, by label."""
         return self.labels.get(class_id, {})
 
-    def predictions_of(self, class_id: int) -> Mapping[str, int]:
-        """Return the number of images of a class, by predicted class."""
-        label = self.class_names[class_id]
-        counts = ((name, self.labels_of(other).get(label, 0)) for other, name in enumerate(self.class_names))
-        return {name: count for name, count in counts if count}
-
     def count_wrong(self) -> int:
         """Return the number of images whose prediction is not their label."""
         counts = ((self.class_names[class_id], counts) for class_id, counts in self.labels.items())
@@ -256,58 +182,6 @@ def name_patch(encoded: bytes) -> str:
     return f"{PATCHES}/{digest[:2]}/{digest}.jpg"
 
 
-def format_counts(counts: Mapping[str, int], limit: int = 3) -> str:
-    """Return the most frequent classes with their counts, and the number of other classes."""
-    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    listed = ranked if len(ranked) == limit + 1 else ranked[:limit]
-    more = [f"{len(ranked) - limit:,} more classes"] if len(ranked) > len(listed) else []
-    return ", ".join([*(f"{label} {count:,}" for label, count in listed), *more])
-
-
-def list_findings(
-    class_id: int,
-    label: str,
-    slots: Mapping[int, SlotStatistics],
-    images_of: int | None = None,
-    *,
-    shared: bool = False,
-) -> list[Finding]:
-    """Return the findings about one class, slot by slot.
-
-    Args:
-        slots: the statistics of each slot that the class has left.
-        images_of: the number of images with this label; None if no labels are known.
-        shared: whether classes share prototypes; records then list only the strongest, so there are no findings on
-            slots.
-    """
-    images = max((statistics.images for statistics in slots.values()), default=0)
-    if not images:
-        if images_of == 0:
-            return [Finding("not_shown", class_id, None, 0.0, f"{label}: no images, and never predicted")]
-        shown = "" if images_of is None else f", although {count_of(images_of, 'image has', 'images have')} this label"
-        return [Finding("never_predicted", class_id, None, 0.0, f"{label}: never predicted{shown}")]
-    if images < MIN_IMAGES or shared:
-        return []
-    findings = []
-
-    def add(kind: str, slot: int, value: float, message: str) -> None:
-        findings.append(Finding(kind, class_id, slot, value, f"{label}, slot {slot}: {message}"))
-
-    parts = [statistics.mean_contribution or 0.0 for statistics in slots.values()]
-    has_parts = all(statistics.mean_contribution is not None for statistics in slots.values())
-    equal_part = sum(parts) / len(parts) if has_parts else 0.0
-    for (slot, statistics), part in zip(slots.items(), parts, strict=True):
-        own_cell, share = statistics.own_cell, statistics.top_cell_share
-        if len(slots) > 1 and own_cell is not None and own_cell < MIN_OWN_CELL_SHARE:
-            add("shares_its_cell", slot, own_cell, f"has its own cell in only {own_cell:.0%} of {images} images")
-        if equal_part > 0 and part < MIN_EQUAL_PART * equal_part:
-            add("adds_little", slot, part, f"contributes {part:.3f} on average (equal share: {equal_part:.3f})")
-        if share is not None and statistics.top_cell is not None and share > MAX_ONE_CELL_SHARE:
-            row, col = statistics.top_cell
-            add("one_place", slot, share, f"chooses cell {row}, {col} in {share:.0%} of {images} images")
-    return findings
-
-
 @dataclass(frozen=True)
 class Exemplar:
     """A patch of another image, shown next to an image of the same predicted class.
@@ -315,7 +189,6 @@ class Exemplar:
     Attributes:
         box: (x0, y0, x1, y1) of the cell, in pixels of the whole image.
         field: (x0, y0, x1, y1) of the patch; None: the patch is the cell.
-        warning: a few words if the image shows another class; else empty.
     """
 
     image: Image.Image
@@ -323,7 +196,6 @@ class Exemplar:
     field: Box | None
     caption: str
     alt: str
-    warning: str = ""
 
 
 @dataclass(frozen=True)
@@ -344,8 +216,6 @@ def find_exemplars(
 ) -> Exemplars:
     """Return the best patches of a class's slots, from images that are not known to show another class.
 
-    A slot without such patches gets patches of other classes, each with a warning.
-
     Args:
         exclude: names or file digests (sha256) of images to leave out, such as the image itself.
         rows: largest number of patches per slot.
@@ -355,25 +225,18 @@ def find_exemplars(
     """
     label = atlas.class_names[class_id]
     by_slot: dict[int, list[Exemplar]] = {}
-    shown: set[str | None] = set()
+    labels: set[str | None] = set()
     for slot in slots:
-        patches = atlas.patches(class_id, slot, exclude=exclude)
-        patches = ([patch for patch in patches if patch.label in (None, label)] or patches)[:rows]
-        shown.update(patch.label for patch in patches)
-        by_slot[slot] = [_make_exemplar(atlas, slot, patch, label) for patch in patches]
+        patches = [patch for patch in atlas.patches(class_id, slot, exclude=exclude) if patch.label in (None, label)]
+        labels.update(patch.label for patch in patches[:rows])
+        by_slot[slot] = [_make_exemplar(atlas, slot, patch) for patch in patches[:rows]]
     images = count_of(atlas.images_of(class_id), "image")
     origin = f"Below: each slot's strongest patches among the atlas's {images} with this prediction"
-    others = {other: count for other, count in atlas.labels_of(class_id).items() if other != label}
-    if None in shown:
-        origin += "; their labels are not known"
-    elif others:
-        fate = "marked" if shown & others.keys() else "left out"
-        origin += f"; {count_of(sum(others.values()), 'image')} of another class ({format_counts(others)}) {fate}"
-    return Exemplars(by_slot, f"{origin}.", of_class=shown == {label})
+    unknown = "; their labels are not known" if None in labels else ""
+    return Exemplars(by_slot, f"{origin}{unknown}.", of_class=labels == {label})
 
 
-def _make_exemplar(atlas: Atlas, slot: int, patch: AtlasPatch, label: str) -> Exemplar:
-    warning = "" if patch.label in (None, label) else f"shows {patch.label}"
+def _make_exemplar(atlas: Atlas, slot: int, patch: AtlasPatch) -> Exemplar:
     caption = f"{format_number(patch.value)} {patch.image.rpartition('/')[2]}"
-    alt = f"slot {slot} in {patch.image}, cell {patch.cell[0]}, {patch.cell[1]}" + (warning and f", which {warning}")
-    return Exemplar(atlas.load_patch(patch), patch.box, patch.field, caption, alt, warning)
+    alt = f"slot {slot} in {patch.image}, cell {patch.cell[0]}, {patch.cell[1]}"
+    return Exemplar(atlas.load_patch(patch), patch.box, patch.field, caption, alt)

@@ -6,9 +6,7 @@ in one step.
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,25 +14,22 @@ from typing import Any
 from msgspec import convert
 
 from opal_deploy.artifact.class_map import ClassMap
-from opal_deploy.artifact.files import read_json, write_json
+from opal_deploy.artifact.files import atomic_write, read_json, write_json
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.visualization.atlas.collector import AtlasCollector, PatchCandidate
+from opal_deploy.visualization.atlas.collector import AtlasCollector
 from opal_deploy.visualization.atlas.entries import (
-    PATCH_NAME,
     PATCHES,
     Atlas,
     AtlasPatch,
-    Finding,
     SlotEntry,
     SlotStatistics,
-    list_findings,
-    name_patch,
 )
-from opal_deploy.visualization.atlas.page import PAGE_FILE, write_page
+from opal_deploy.visualization.pages import render_page
+from opal_deploy.visualization.style import count_of
 
 ATLAS_SCHEMA = 1
 ATLAS_KIND = "opal-atlas"
-ATLAS_FILE = "atlas.json"
+ATLAS_FILE, PAGE_FILE = "atlas.json", "atlas.html"
 # files allowed in the folder of a new atlas
 _KNOWN_FILES = (PATCHES, PAGE_FILE, ".lock", "names.toml")
 
@@ -50,10 +45,8 @@ def load_atlas(path: str | Path) -> Atlas:
     hint = "build one with `opal-deploy atlas`"
     try:
         document = read_json(file)
-    except OSError as error:
-        raise ArtifactError(f"{file}: cannot be read ({error.strerror or error}); {hint}") from None
-    except ValueError as error:
-        raise ArtifactError(f"{file}: damaged, not valid JSON ({error}); {hint}") from None
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{file}: cannot be read ({error}); {hint}") from None
     if not isinstance(document, dict) or document.get("kind") != ATLAS_KIND:
         raise ArtifactError(f"{file}: not an atlas; {hint}")
     if document.get("schema") != ATLAS_SCHEMA:
@@ -79,27 +72,35 @@ def check_out_dir(root: Path, *, overwrite: bool) -> None:
         raise UsageError(f"{root}: holds other files; choose an empty or a new folder with --out")
 
 
-def build_atlas(collector: AtlasCollector, root: Path, model: Mapping[str, Any], data: Mapping[str, Any]) -> Atlas:
-    """Write the collected patches to `root` and return their atlas; `save_atlas` completes it.
+def write_atlas(collector: AtlasCollector, root: Path, model: Mapping[str, Any], data: Mapping[str, Any]) -> Atlas:
+    """Write the collected atlas and its page to `root`, remove the patches of an earlier one, and return the atlas.
+
+    Args:
+        model: the model's `file` and `sha256`.
+        data: the data set's description and counts.
 
     Raises:
-        UsageError: a patch cannot be written.
+        UsageError: a file cannot be written.
     """
-    metadata, labels = collector.metadata, collector.count_labels()
+    metadata = collector.metadata
     entries: dict[tuple[int, int], SlotEntry] = {}
-    findings: list[Finding] = []
-    shown = sum(map(Counter, labels.values()), Counter[str]())
-    for class_id, label in enumerate(metadata.class_names):
-        statistics = {slot: collector.statistics(class_id, slot) for slot in metadata.class_map.slots(class_id)}
-        for slot, figures in statistics.items():
-            patches = tuple(_write_candidate(candidate, root) for candidate in collector.best(class_id, slot))
-            entries[class_id, slot] = SlotEntry(class_id, slot, figures, patches)
-        images_of = shown[label] if shown else None
-        findings += list_findings(class_id, label, statistics, images_of, shared=not metadata.is_opal)
-    return Atlas(
-        root, {**model, **collector.describe_model()}, metadata.class_names, dict(data), collector.top, entries,
-        tuple(findings), collector.count_cells(), labels,
+    for class_id in range(metadata.num_classes):
+        for slot in metadata.class_map.slots(class_id):
+            entries[class_id, slot] = collector.entry(class_id, slot)
+            for candidate in collector.best(class_id, slot):
+                write_patch(root, candidate.patch.file, candidate.jpeg)
+    about = {
+        **model, "checkpoint_sha256": metadata.source.get("sha256"), "backbone": metadata.backbone,
+        "precision": metadata.precision, "prototypes_per_class": metadata.prototypes_per_class,
+        "distance": metadata.distance, "dropped": list(metadata.dropped), "grid": list(metadata.grid),
+    }  # fmt: skip
+    labels = {class_id: dict(sorted(counts.items())) for class_id, counts in sorted(collector.labels.items())}
+    atlas = Atlas(
+        root, about, metadata.class_names, dict(data), collector.top, entries,
+        collector.count_cells(), labels,
     )  # fmt: skip
+    save_atlas(atlas)
+    return atlas
 
 
 def save_atlas(atlas: Atlas) -> None:
@@ -109,48 +110,49 @@ def save_atlas(atlas: Atlas) -> None:
         UsageError: a file cannot be written.
     """
     write_json(atlas.root / ATLAS_FILE, _to_document(atlas))
-    _remove_unnamed(atlas.root, {patch.file for entry in atlas.entries.values() for patch in entry.patches})
-    write_page(atlas)
+    named = {atlas.root / patch.file for entry in atlas.entries.values() for patch in entry.patches}
+    for path in set((atlas.root / PATCHES).glob("[0-9a-f][0-9a-f]/*.jpg")) - named:
+        path.unlink(missing_ok=True)
+    text = render_page(
+        __package__, "atlas", images="'self' file:", atlas=atlas, labels=_describe_labels(atlas),
+        describe_class=_describe_class,
+        shows_fields=any(patch.field is not None for entry in atlas.entries.values() for patch in entry.patches),
+    )  # fmt: skip
+    with atomic_write(atlas.root / PAGE_FILE) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
-def write_patch(root: Path, encoded: bytes) -> str:
-    """Write an encoded patch unless it exists, and return its file name relative to `root`.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
-    name = name_patch(encoded)
+def write_patch(root: Path, name: str, encoded: bytes) -> None:
+    """Write an encoded patch under its name in `root`; raise UsageError if the file cannot be written."""
     path = root / name
-    # not synced to disk, which takes long for thousands of files: a damaged patch no longer matches its name
-    temporary = path.with_name(f".{path.name}.part")
     try:
-        if path.exists() and path.read_bytes() == encoded:
-            return name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(encoded)
-        temporary.replace(path)
+        # not synced to disk, which takes long for thousands of files: a damaged patch no longer matches its name
+        if not (path.exists() and path.read_bytes() == encoded):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(encoded)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror or error}); choose another --out") from None
-    return name
 
 
-def _write_candidate(candidate: PatchCandidate, root: Path) -> AtlasPatch:
-    slot = candidate.slot
-    return AtlasPatch(
-        candidate.image, candidate.sha256, slot.cell, slot.box, slot.score,
-        slot.contribution, write_patch(root, candidate.jpeg or b""), candidate.around, candidate.label,
-    )  # fmt: skip
+def _describe_labels(atlas: Atlas) -> str:
+    if not atlas.labels:
+        return "Images count for their predicted class; their labels are not known."
+    wrong = atlas.count_wrong()
+    if not wrong:
+        return "Every prediction is correct."
+    wrong_text = count_of(wrong, "prediction is", "predictions are")
+    return f"Images count for their predicted class: {wrong_text} wrong. Patches of these images are left out."
 
 
-def _remove_unnamed(root: Path, named: Collection[str]) -> None:
-    for folder in sorted(path for path in (root / PATCHES).glob("[0-9a-f][0-9a-f]") if path.is_dir()):
-        for path in folder.iterdir():
-            name = f"{PATCHES}/{folder.name}/{path.name}"
-            ours = re.fullmatch(PATCH_NAME, name) or path.name.startswith(".")
-            if ours and name not in named:
-                path.unlink(missing_ok=True)
-        if not any(folder.iterdir()):
-            folder.rmdir()
+def _describe_class(atlas: Atlas, class_id: int) -> str:
+    """Return the number of images predicted as the class, and their labels."""
+    images, labels = atlas.images_of(class_id), dict(atlas.labels_of(class_id))
+    text = f"Predicted for {count_of(images, 'image')}"
+    if not labels:
+        return f"{text}."
+    correct = labels.pop(atlas.class_names[class_id], 0)
+    others = "".join(f", {label} {count:,}" for label, count in sorted(labels.items(), key=lambda item: -item[1]))
+    return f"{text}: {correct:,} correct{others}."
 
 
 def _to_document(atlas: Atlas) -> dict[str, Any]:
@@ -161,7 +163,6 @@ def _to_document(atlas: Atlas) -> dict[str, Any]:
         "data": dict(atlas.data),
         "top": atlas.top,
         "cells": list(atlas.cells),
-        "findings": [vars(finding) for finding in atlas.findings],
         "classes": [
             {
                 "class_id": class_id,
@@ -176,20 +177,20 @@ def _to_document(atlas: Atlas) -> dict[str, Any]:
 
 def _parse_atlas(root: Path, document: dict[str, Any]) -> Atlas:
     model, classes = document["model"], document["classes"]
-    convert([model["file"], model["sha256"], *(each["name"] for each in classes)], list[str])
-    listed, m = sum(len(each["slots"]) for each in classes), model["prototypes_per_class"]
+    convert([model["file"], model["sha256"], *(row["name"] for row in classes)], list[str])
+    listed, m = sum(len(row["slots"]) for row in classes), model["prototypes_per_class"]
     # a damaged number would fill the memory
     class_map = ClassMap.blocks(len(classes), min(m, listed + len(model["dropped"])), model["dropped"])
     entries = {}
-    for class_id, each in enumerate(classes):
-        if each["class_id"] != class_id or [entry["slot"] for entry in each["slots"]] != class_map.slots(class_id):
+    for class_id, row in enumerate(classes):
+        if row["class_id"] != class_id or [entry["slot"] for entry in row["slots"]] != class_map.slots(class_id):
             raise ValueError(f"class {class_id} or its slots are missing, repeated or not the model's")
-        for entry in each["slots"]:
+        for entry in row["slots"]:
             statistics = convert({field.name: entry[field.name] for field in fields(SlotStatistics)}, SlotStatistics)
             patches = convert(entry["patches"], tuple[AtlasPatch, ...])
             entries[class_id, entry["slot"]] = SlotEntry(class_id, entry["slot"], statistics, patches)
     return Atlas(
-        root, model, tuple(each["name"] for each in classes), dict(document["data"]), int(document["top"]), entries,
-        convert(document["findings"], tuple[Finding, ...]), convert(document["cells"], tuple[int, ...]),
-        {class_id: dict(each["labels"]) for class_id, each in enumerate(classes) if each["labels"]},
+        root, model, tuple(row["name"] for row in classes), dict(document["data"]), int(document["top"]), entries,
+        convert(document["cells"], tuple[int, ...]),
+        {class_id: dict(row["labels"]) for class_id, row in enumerate(classes) if row["labels"]},
     )  # fmt: skip

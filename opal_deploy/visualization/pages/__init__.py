@@ -16,9 +16,8 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from opal_deploy.visualization.glossary import GLOSSARY
 from opal_deploy.visualization.overlay import MEANINGS, arrange_boxes, build_bars, describe_boxes
-from opal_deploy.visualization.sentences import WORDS, describe_answer, headline
+from opal_deploy.visualization.sentences import GLOSSARY, WORDS, describe_answer, headline
 from opal_deploy.visualization.style import COLORS, count_of, escape_unprintable, format_number, text_color, to_hex
 
 if TYPE_CHECKING:
@@ -142,9 +141,10 @@ def _breakable(text: str) -> object:
 
 
 def _explained(text: str) -> object:
-    """Return a text with the glossary's sentences about its first word as a tooltip."""
+    """Return a text with the glossary's sentences about its first word, perhaps a plural, as a tooltip."""
     import markupsafe
 
-    if (meaning := GLOSSARY.get(text.split(" ")[0])) is None:
+    word = text.split(" ")[0].lower()
+    if (meaning := GLOSSARY.get(word) or GLOSSARY.get(word.removesuffix("s"))) is None:
         return text
     return markupsafe.Markup('<abbr title="{}">{}</abbr>').format(meaning, text)

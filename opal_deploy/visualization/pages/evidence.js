@@ -208,11 +208,10 @@ const evidence = (() => {
       if (!isOther) tags.push(at);
       const middle = [(at[0] + at[2]) / 2, (at[1] + at[3]) / 2];
       const start = [Math.min(Math.max(middle[0], x0), x1), Math.min(Math.max(middle[1], y0), y1)];
-      const rect = (name, attributes = {}) => el("rect", { class: name, x: x0, y: y0, width: x1 - x0, height: y1 - y0, ...attributes });
-      const dashes = shared.length > 1 ? { "stroke-dasharray": `7 ${7 * (shared.length - 1)}`, "stroke-dashoffset": -7 * turn } : {};
+      const rect = (name) => el("rect", { class: name, x: x0, y: y0, width: x1 - x0, height: y1 - y0 });
       const group = el("g", { class: `box ${isOther ? "other" : emphases[i]} ${slotClass(slot.slot)}` },
         el("path", { class: "case", d: `M${start}L${middle}` }), el("path", { class: "line", d: `M${start}L${middle}` }),
-        ...(turn ? [] : [rect("case"), rect("light")]), rect("line", dashes),
+        ...(turn ? [] : [rect("case"), rect("light"), rect("line")]),
         el("rect", { class: "chip", x: at[0], y: at[1], width: at[2] - at[0], height: at[3] - at[1] }),
         el("text", { x: middle[0], y: middle[1], "font-size": letters }, text));
       if (slot.channel !== undefined) link(group, slot.channel);

@@ -7,9 +7,9 @@
   const NUMBER = 0, NAME = 1, STATUS = 2, CLASS = 3, LABEL = 4, MARGIN = 5, VALUE = 6, CODE = 7;
   const OK = 0, ABSTAINED = 1, UNKNOWN = 2, FAILED = 3;
   const { el, bdi, number, table, NUMERIC } = evidence;
-  const cards = $("cards"), sheet = $("sheet"), sheetBody = $("sheet-body"), help = $("help"), tools = $("tools");
+  const cards = $("cards"), sheet = $("sheet"), sheetBody = $("sheet-body"), tools = $("tools");
   const lower = rows.map((row) => row[NAME].toLowerCase());
-  const blocks = [], orders = { typical: config.typical }, first = new Map();
+  const blocks = [], orders = {};
   let view = [], page = 0, opened = -1;
 
   // ---- elements of one image
@@ -24,7 +24,7 @@
     const number = rows[position][NUMBER];
     if (config.image_mode === "files") return details(position).overlay;
     const block = $("p" + number);
-    return block ? "data:image/jpeg;base64," + block.textContent : first.get(number);
+    return block && "data:image/jpeg;base64," + block.textContent;
   }
 
   const pluralize = (n, one, many) => n.toLocaleString("en") + " " + (n === 1 ? one : many);
@@ -120,46 +120,35 @@
 
   // ---- filters and orders
 
-  const isNull = (value) => value === null;
-  const byMargin = (sign) => (a, b) => {
-    const x = rows[a][MARGIN], y = rows[b][MARGIN];
-    return isNull(x) || isNull(y) ? isNull(x) - isNull(y) || a - b : sign * (x - y) || a - b;
-  };
-
+  const margins = rows.map((row) => row[MARGIN]).filter((margin) => margin !== null).sort((a, b) => a - b);
+  const median = margins[Math.floor(margins.length / 2)];
   const chosenOrder = () => tools.elements.namedItem("sort").value;
 
+  /** All positions in an order; images without a margin come last. */
   function order(name) {
     if (orders[name]) return orders[name];
     const all = rows.map((_, position) => position);
-    if (name === "margin") all.sort(byMargin(1));
-    if (name === "certain") all.sort(byMargin(-1));
-    if (name === "class") {
-      const collator = new Intl.Collator("en", { numeric: true });
-      const ranks = new Map([...labels.keys()].sort((a, b) => collator.compare(labels[a], labels[b])).map((label, rank) => [label, rank]));
-      const rank = (position) => isNull(rows[position][CLASS]) ? labels.length : ranks.get(rows[position][CLASS]);
-      const margin = byMargin(1);
-      all.sort((a, b) => rank(a) - rank(b) || margin(a, b));
-    }
+    const rank = { margin: (margin) => margin, typical: (margin) => Math.round(1e6 * Math.abs(margin - median)) }[name];
+    const place = (position) => rows[position][MARGIN] === null ? Infinity : rank(rows[position][MARGIN]);
+    if (rank) all.sort((a, b) => place(a) === place(b) ? a - b : place(a) - place(b));
     return (orders[name] = all);
   }
 
   function filter() {
     const text = $("search").value.trim().toLowerCase(), [state, code] = $("status").value.split(/:(.*)/s);
     const chosen = (id) => $(id).value === "" ? null : Number($(id).value);
-    const predicted = chosen("class"), label = chosen("label"), low = chosen("low"), high = chosen("high"), verdict = $("verdict").value;
+    const predicted = chosen("class"), label = chosen("label"), verdict = $("verdict").value;
     const status = { ok: OK, abstained: ABSTAINED, unknown: UNKNOWN, error: FAILED }[state];
     const matches = (position) => {
       const row = rows[position];
       return (!text || lower[position].includes(text))
         && (predicted === null || row[CLASS] === predicted) && (label === null || row[LABEL] === label)
         && (status === undefined || row[STATUS] === status) && (!code || row[CODE] === code)
-        && (low === null || (row[MARGIN] !== null && row[MARGIN] >= low)) && (high === null || (row[MARGIN] !== null && row[MARGIN] <= high))
-        && (!verdict || (verdict === "unlabelled" ? row[LABEL] === null
-          : row[LABEL] !== null && row[CLASS] !== null && (row[LABEL] === row[CLASS]) === (verdict === "correct")));
+        && (!verdict || (row[LABEL] !== null && row[CLASS] !== null && (row[LABEL] === row[CLASS]) === (verdict === "correct")));
     };
     view = order(chosenOrder()).filter(matches);
-    if ($("typical")) $("typical").hidden = chosenOrder() !== "typical";
-    const active = ["class", "label", "verdict", "status", "low", "high"].filter((id) => $(id).value !== "").length;
+    $("typical").hidden = chosenOrder() !== "typical" || !margins.length;
+    const active = ["class", "label", "verdict", "status"].filter((id) => $(id).value !== "").length;
     $("active").textContent = active ? "(" + active + " active)" : "";
   }
 
@@ -187,11 +176,9 @@
   }
 
   function changePage(by) {
-    const pages = Math.ceil(view.length / config.page);
-    if (page + by < 0 || page + by >= pages) return false;
     page += by;
     draw();
-    return true;
+    $("images").scrollIntoView();
   }
 
   // ---- the dialog of one image
@@ -222,57 +209,25 @@
   sheet.addEventListener("close", () => {
     const place = view.indexOf(opened);
     document.body.classList.remove("sheet-open");
-    if (location.hash.startsWith("#i=") || location.hash.startsWith("#name=")) address("");
+    if (location.hash.startsWith("#i=")) address("");
     if (place < 0) return;
     if (Math.floor(place / config.page) !== page) { page = Math.floor(place / config.page); draw(); }
-    links()[place % config.page]?.focus();
+    cards.querySelectorAll("h3 a")[place % config.page]?.focus();
   });
 
   function openFromHash() {
-    const [, key, text] = /^#(i|name)=(.*)$/s.exec(location.hash) || [];
-    if (!key) { if (sheet.open) sheet.close(); return; }
-    let target = text;
-    try { target = decodeURIComponent(text); } catch { /* not percent-encoded: compare unchanged */ }
-    const position = rows.findIndex((row) => key === "i" ? String(row[NUMBER]) === target : row[NAME] === target);
+    const [, number] = /^#i=(.*)$/s.exec(location.hash) || [];
+    if (number === undefined) { if (sheet.open) sheet.close(); return; }
+    const position = rows.findIndex((row) => String(row[NUMBER]) === number);
     if (position >= 0) open(position);
     else $("found").textContent = "The linked image is not on this page.";
   }
 
-  // ---- keys
-
-  const links = () => [...cards.querySelectorAll("h3 a")];
-
-  function move(event) {
-    const all = links(), here = all.findIndex((link) => link.closest("article").contains(document.activeElement));
-    if (!all.length) return;
-    const top = all[0].closest("article").offsetTop;
-    const columns = Math.max(1, all.filter((link) => link.closest("article").offsetTop === top).length);
-    const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[event.key];
-    let to = event.key === "Home" ? 0 : event.key === "End" ? all.length - 1 : here + by;
-    if (here < 0) {
-      if (event.key !== "ArrowRight" && event.key !== "ArrowLeft") return;
-      to = 0;
-    }
-    event.preventDefault();
-    if (to >= 0 && to < all.length) { all[to].focus(); return; }
-    if (changePage(Math.sign(to))) { const fresh = links(); fresh[to < 0 ? fresh.length - 1 : 0].focus(); }
-  }
-
   document.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || help.open) return;
-    const typing = event.target.closest("input, select, textarea");
-    if (sheet.open) {
-      if (event.key === "ArrowLeft" || event.key === "ArrowRight") { event.preventDefault(); step(event.key === "ArrowLeft" ? -1 : 1); }
-    } else if (typing) {
-      if (event.key === "Escape" && event.target.id === "search") { event.target.value = ""; apply(); }
-    } else if (event.key === "/") {
-      event.preventDefault();
-      $("search").focus();
-    } else if (event.key.startsWith("Arrow") || event.key === "Home" || event.key === "End") {
-      move(event);
-    }
-    if (event.key === "?" && !typing) help.showModal();
-    if (event.key === "r" && !typing) toggleFields();
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!sheet.open || !by || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    step(by);
   });
 
   // ---- the form, the tables, the buttons
@@ -293,7 +248,6 @@
   }
 
   function fillForm() {
-    for (const image of cards.querySelectorAll("article img")) first.set(Number(image.closest("article").id.slice(2)), image.src);
     fill("class", options(CLASS));
     fill("label", options(LABEL));
     const states = count(STATUS), codes = count(CODE);
@@ -320,28 +274,22 @@
     }
   }
 
+  document.documentElement.dataset.scripts = "on";
+  $("typical").textContent = `Typical answers first: margins closest to the median, ${number(median ?? null)}.`;
   fillForm();
   tools.reset();
-  filter();
-  showStatus();
+  apply();
   tools.addEventListener("input", apply);
   tools.addEventListener("submit", (event) => event.preventDefault());
   tools.addEventListener("reset", () => setTimeout(apply));
-  $("previous").addEventListener("click", () => { changePage(-1); $("images").scrollIntoView(); });
-  $("next").addEventListener("click", () => { changePage(1); $("images").scrollIntoView(); });
+  $("previous").addEventListener("click", () => changePage(-1));
+  $("next").addEventListener("click", () => changePage(1));
   cards.addEventListener("click", (event) => event.target.closest(".photo")?.closest("article").querySelector("h3 a").click());
   $("sheet-previous").addEventListener("click", () => step(-1));
   $("sheet-next").addEventListener("click", () => step(1));
-  const toggleFields = () => { if ($("show-fields")) $("show-fields").checked = !$("show-fields").checked; };
   $("sheet-fields").hidden = !$("show-fields");
-  $("sheet-fields").addEventListener("click", toggleFields);
-  $("sheet-print").addEventListener("click", () => print());
+  $("sheet-fields").addEventListener("click", () => $("show-fields").click());
   $("sheet-close").addEventListener("click", () => sheet.close());
-  $("show-help").addEventListener("click", () => help.showModal());
-  $("theme").addEventListener("change", (event) => {
-    if (event.target.value) document.documentElement.dataset.theme = event.target.value;
-    else delete document.documentElement.dataset.theme;
-  });
   addEventListener("hashchange", openFromHash);
   openFromHash();
 })();

@@ -1,7 +1,7 @@
 """The content of an evidence sheet: figures and sentences, computed from the outputs of one forward pass.
 
 A sheet compares the predicted class with the runner-up. Slots of two classes do not correspond, so both are sorted by
-strength. The differences rank by rank add up to the margin.
+strength.
 """
 
 from __future__ import annotations
@@ -128,9 +128,6 @@ class SheetContent:
         runner_up: the class with the second largest logit; None for a model with one class.
         margin: cosine of the predicted class minus that of the runner-up; None without a runner-up.
         status, flag, sentences: the record's status, and the texts of `describe_status` and `describe_answer`.
-        differences: contribution of the predicted class's k-th strongest slot minus the runner-up's, for each k; they
-            add up to the margin. None unless contributions add up to cosines, both classes have the same number of
-            slots, and the margin is positive.
         correct: whether the predicted class is the label; None without a label, or if the model has no such class.
     """
 
@@ -147,7 +144,6 @@ class SheetContent:
     status: Status
     flag: str
     sentences: tuple[str, ...]
-    differences: tuple[float, ...] | None
     label: str | None = None
     correct: bool | None = None
 
@@ -220,42 +216,7 @@ class SheetContent:
         if self.meaning == "cosine":
             slots = self.predicted.slots
             sentences += filter(None, [describe_boxes([each.slot for each in slots], [each.value for each in slots])])
-        if self.differences is not None:
-            sentences.append(
-                "Differences compare slots of equal rank: the predicted class's contribution minus the runner-up's. "
-                "They add up to the margin."
-            )
-        if self.meaning == "score":
-            sentences.append(
-                f"With this head's distance ({self.distance}) one extreme entry decides, so slots have scores but no "
-                "contributions."
-            )
-        if self.meaning == "distance":
-            sentences.append(
-                f"This head decides by distance ({self.distance}). The bars show the share of the class's own "
-                "channels; the other classes' channels make up the rest. Slots are sorted by score."
-            )
         return sentences
-
-    def round_differences(self) -> list[int]:
-        """Return the difference of each rank as it is printed, in thousandths; empty without differences.
-
-        They add up to the printed margin. As many as possible are the difference of the two printed contributions;
-        each is within a thousandth of the exact difference.
-        """
-        if self.differences is None or self.runner_up is None or self.margin is None:
-            return []
-        exact = [1000 * value for value in self.differences]
-        rounded = [
-            _thousandths(own.value) - _thousandths(other.value)
-            for own, other in zip(self.predicted.slots, self.runner_up.slots, strict=True)
-        ]
-        missing = _thousandths(self.margin) - sum(rounded)
-        step = 1 if missing > 0 else -1
-        for _ in range(abs(missing)):
-            furthest = max(range(len(exact)), key=lambda rank: step * (exact[rank] - rounded[rank]))
-            rounded[furthest] += step
-        return rounded
 
     def describe(self) -> str:
         """Return everything that the sheet says, in one paragraph."""
@@ -283,15 +244,6 @@ class SheetContent:
         if self.label is None:
             del document["label"], document["correct"]
         return {**document, "abstained": self.status == "abstained", "cautions": self.cautions()}
-
-
-def format_difference(thousandths: int) -> str:
-    """Return a difference with its sign and three decimals."""
-    return f"{thousandths / 1000:+.3f}" if thousandths else "0.000"
-
-
-def _thousandths(value: float) -> int:
-    return round(1000 * float(format_number(value)))
 
 
 def build_sheet_content(
@@ -326,15 +278,10 @@ def build_sheet_content(
         for answer, slots in zip(answers, evidence, strict=True)
     )
     runner_up = others[0] if others else None
-    differences = None
-    # classes with other numbers of slots, after some were dropped, have no differences rank by rank
-    if runner_up is not None and meaning == "cosine" and len(predicted.slots) == len(runner_up.slots):
-        differences = tuple(a.value - b.value for a, b in zip(predicted.slots, runner_up.slots, strict=True))
     return SheetContent(
         image.name, image.geometry.width, image.geometry.height, image.geometry.crop, metadata.grid, metadata.distance,
         meaning, predicted, runner_up, record.margin, record.status,
         describe_status(record), tuple(describe_answer(record)),
-        differences if differences and math.fsum(differences) > 0 else None,
         image.label, predicted.label == image.label if image.label in metadata.class_names else None,
     )  # fmt: skip
 

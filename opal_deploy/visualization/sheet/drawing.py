@@ -22,8 +22,8 @@ from opal_deploy.visualization.sheet.content import ClassView
 from opal_deploy.visualization.style import (
     PAPER,
     RGB,
-    draw_text,
     escape_unprintable,
+    font,
     measure_text,
     to_drawable,
     to_hex,
@@ -40,6 +40,8 @@ _COLOR_STOPS: tuple[RGB, ...] = ((250, 250, 248), (120, 185, 225), (8, 60, 110))
 _PILLOW_ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
 # the built-in font has one weight: bold text is drawn twice, this many pixels apart
 _BOLD_OFFSET = 0.6
+# pixels of bitmaps, and of a PNG, per pixel of the layout, for the screens of phones
+SCALE = 2
 _SVG_FONTS = "Aileron, Helvetica, Arial, 'Liberation Sans', sans-serif"
 
 
@@ -57,7 +59,6 @@ def draw_class_boxes(
     *,
     are_parts: bool = True,
     fields: bool = False,
-    scale: int = 1,
     min_letters: int = MIN_LETTERS,
 ) -> Image.Image:
     """Return the photograph, scaled to fit `bounds`, with the boxes of one class drawn at that size.
@@ -66,38 +67,37 @@ def draw_class_boxes(
         photograph: the whole oriented image, RGB, or its `to_display`.
         size: (width, height) of the whole image.
         are_parts: whether the slots' values are contributions to the cosine, which emphasise boxes.
-        scale: pixels drawn per pixel of `bounds`.
         min_letters: smallest font size of the slots' numbers, in pixels of `bounds`.
     """
-    drawn = enlarge(photograph, bounds, scale)
+    drawn = enlarge(photograph, bounds)
     slots = sorted(view.slots, key=lambda slot: slot.slot)
     emphases = emphasize([slot.value if are_parts else None for slot in slots])
     boxes = [
         SlotBox(slot.slot, slot.box, slot.field if fields else None, emphasis)
         for slot, emphasis in zip(slots, emphases, strict=True)
     ]
-    draw_boxes(drawn, boxes, (drawn.width / size[0], drawn.height / size[1]), min_letters=scale * min_letters)
+    draw_boxes(drawn, boxes, (drawn.width / size[0], drawn.height / size[1]), min_letters=SCALE * min_letters)
     return drawn
 
 
-def enlarge(patch: Image.Image, bounds: tuple[int, int], scale: int = 1) -> Image.Image:
-    """Return an image scaled to fit `bounds` (width, height), `scale` pixels each, with its own aspect ratio."""
+def enlarge(patch: Image.Image, bounds: tuple[int, int]) -> Image.Image:
+    """Return an image scaled to fit `bounds` (width, height), `SCALE` pixels each, with its own aspect ratio."""
     width, height = fit_size(patch.size, bounds)
-    size = width * scale, height * scale
+    size = width * SCALE, height * SCALE
     squares = size[0] >= _SQUARES_FROM * patch.width
     return patch.resize(size, Image.Resampling.NEAREST if squares else Image.Resampling.LANCZOS)
 
 
 def cut_context(
-    photograph: Image.Image, size: tuple[int, int], box: Box, field: Box | None, bounds: tuple[int, int], scale: int = 1
+    photograph: Image.Image, size: tuple[int, int], box: Box, field: Box | None, bounds: tuple[int, int]
 ) -> Image.Image:
     """Return a cell's effective receptive field, scaled to fit `bounds`; the cell alone if the field is not known.
 
     Args:
         photograph: the whole oriented image, RGB, or its `to_display`.
-        bounds: (width, height), `scale` pixels each.
+        bounds: (width, height), `SCALE` pixels each.
     """
-    return enlarge(crop_box(photograph, field or box, size), bounds, scale)
+    return enlarge(crop_box(photograph, field or box, size), bounds)
 
 
 def locate_cell(box: Box, field: Box, size: tuple[int, int]) -> Rectangle:
@@ -150,18 +150,17 @@ class Text:
 
 @dataclass(frozen=True)
 class Bitmap:
-    """Pixels, `scale` per pixel of the sheet; `alt` describes them in words."""
+    """Pixels, `SCALE` per pixel of the sheet; `alt` describes them in words."""
 
     x: int
     y: int
     image: Image.Image
     alt: str
-    scale: int = 1
 
     @property
     def size(self) -> tuple[int, int]:
         """Width and height on the sheet."""
-        return self.image.width // self.scale, self.image.height // self.scale
+        return self.image.width // SCALE, self.image.height // SCALE
 
 
 Shape: TypeAlias = Rect | Text | Bitmap
@@ -169,34 +168,32 @@ Shape: TypeAlias = Rect | Text | Bitmap
 
 @dataclass(frozen=True)
 class Drawing:
-    """A laid-out sheet; as PNG it has `scale` pixels per pixel of the layout, for the screens of phones."""
+    """A laid-out sheet; as PNG it has `SCALE` pixels per pixel of the layout."""
 
     width: int
     height: int
     title: str
     description: str
     shapes: tuple[Shape, ...]
-    scale: int = 1
 
 
 def render_png(drawing: Drawing) -> Image.Image:
     """Return the drawing as pixels, RGB."""
-    scale = drawing.scale
-    image = Image.new("RGB", (drawing.width * scale, drawing.height * scale), PAPER)
+    image = Image.new("RGB", (drawing.width * SCALE, drawing.height * SCALE), PAPER)
     draw = ImageDraw.Draw(image)
     for shape in drawing.shapes:
         match shape:
             case Rect() if shape.width > 0 and shape.height > 0:
-                right, bottom = (shape.x + shape.width) * scale - 1, (shape.y + shape.height) * scale - 1
-                corners = (shape.x * scale, shape.y * scale, right, bottom)
-                draw.rectangle(corners, fill=shape.fill, outline=shape.edge, width=shape.line * scale)
+                right, bottom = (shape.x + shape.width) * SCALE - 1, (shape.y + shape.height) * SCALE - 1
+                corners = (shape.x * SCALE, shape.y * SCALE, right, bottom)
+                draw.rectangle(corners, fill=shape.fill, outline=shape.edge, width=shape.line * SCALE)
             case Text():
-                x, y, text = shape.x * scale, shape.y * scale, to_drawable(shape.text)
-                for left in (x, x + _BOLD_OFFSET * scale) if shape.bold else (x,):
+                x, y, text = shape.x * SCALE, shape.y * SCALE, to_drawable(shape.text)
+                for left in (x, x + _BOLD_OFFSET * SCALE) if shape.bold else (x,):
                     anchor = _PILLOW_ANCHORS[shape.anchor]
-                    draw_text(draw, (left, y), text, shape.color, shape.size * scale, anchor)
+                    draw.text((left, y), text, shape.color, font(shape.size * SCALE), anchor)
             case Bitmap():
-                image.paste(shape.image, (shape.x * scale, shape.y * scale))
+                image.paste(shape.image, (shape.x * SCALE, shape.y * SCALE))
     return image
 
 

@@ -1,13 +1,10 @@
-"""The layout of a sheet: from content and photograph to a drawing, in two columns or, for phones, in one.
+"""The layout of a sheet: one column, from the answer over both classes and their slots to the exemplars.
 
-From the top: the answer with its margin and notes on it; the photograph with the predicted class's boxes and the
-runner-up's; patch and bar of each slot of both classes, strongest first, with the sums; patches of other images of the
-predicted class, if there is an atlas. In one column, each class's slots follow its photograph.
+A sheet is 455 pixels wide and drawn at two pixels each, so that it can be read on a phone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -17,16 +14,23 @@ from PIL import Image
 from opal_deploy.records.names import hide_folders
 from opal_deploy.visualization.atlas.entries import Exemplars
 from opal_deploy.visualization.overlay import check_display
-from opal_deploy.visualization.sheet.canvas import BODY, HEAD, NARROW, RULE, SMALL, TITLE, WIDE, Canvas, Form
-from opal_deploy.visualization.sheet.content import HEADINGS, ClassView, SheetContent, SlotView, format_difference
+from opal_deploy.visualization.sheet.content import HEADINGS, ClassView, SheetContent, SlotView
 from opal_deploy.visualization.sheet.drawing import (
+    SCALE,
+    Anchor,
+    Bitmap,
+    Box,
     Drawing,
     Rect,
+    Shape,
+    Text,
+    cut_context,
     draw_attention_map,
     draw_class_boxes,
+    enlarge,
     fit_size,
+    locate_cell,
 )
-from opal_deploy.visualization.sheet.exemplars import add_exemplars
 from opal_deploy.visualization.style import (
     ALERT,
     FAINT,
@@ -38,88 +42,225 @@ from opal_deploy.visualization.style import (
     format_number,
     measure_text,
     slot_color,
-    truncate_middle,
+    text_color,
     wrap_text,
 )
 
+# font sizes
+TITLE, HEAD, BODY, SMALL = 34, 19, 16, 14
+RULE: RGB = (208, 208, 203)
 _NOTE_PAPER: RGB = (241, 241, 238)
 _ALERT_PAPER: RGB = (251, 236, 232)
 _BAR: RGB = (70, 70, 70)
 _MARKS: Final[dict[str, RGB]] = {"correct": (22, 101, 52), "wrong": ALERT}
 _ROLES: Final = ("predicted", "runner-up")
 _EVIDENCE_OF: Final = ("Evidence for the answer", "Evidence for the runner-up")
-# widths in a slot's row: number, gap after each bitmap, value after the bar
-_SWATCH, _GAP, _VALUE = 42, 14, 62
 _MARGIN: Final = 40  # font size
+_WIDTH, _LEFT, _RIGHT = 455, 20, 435
+_INNER: Final = _RIGHT - _LEFT
+# largest size of the photograph with each class's boxes, and right end of the bars of cosines
+_PHOTOGRAPHS: Final = ((_INNER, 520), (_INNER, 330))
+_COSINE_END: Final = 300
+# a slot's row: number, patch, gap after each bitmap, value after the bar; its height for few slots, and for many
+_SWATCH, _PATCH, _GAP, _VALUE = 42, 110, 14, 62
+_TALL, _LOW = 96, 62
+# smallest cell outline with a white line inside it
+_MIN_WHITE: Final = 8
+# exemplars side by side, and the largest height of one
+_ACROSS, _EXEMPLAR_HEIGHT = 3, 120
 
 
 def layout_sheet(
-    content: SheetContent,
-    photograph: Image.Image,
-    exemplars: Exemplars | None = None,
-    *,
-    fields: bool = False,
-    narrow: bool = False,
+    content: SheetContent, photograph: Image.Image, exemplars: Exemplars | None = None, *, fields: bool = False
 ) -> Drawing:
-    """Return the drawing of one sheet, 1200 pixels wide, or 455 with `narrow`.
+    """Return the drawing of one sheet.
 
     Args:
         photograph: the whole oriented image, RGB, or its `to_display`.
         fields: draw effective receptive fields on the photographs.
-        narrow: one column, for phones.
 
     Raises:
         ValueError: the photograph has another size than the content.
     """
     check_display(photograph, (content.width, content.height))
-    page = _Page(content, photograph, NARROW if narrow else WIDE, fields=fields)
+    page = _Page(content, photograph, fields=fields)
     page.add_answer()
-    if narrow:
-        page.add_classes_in_turn()
-    else:
-        page.add_classes_side_by_side()
+    for index in range(len(content.views)):
+        page.add_class(index)
+    page.add_explanations()
     if exemplars is not None:
-        add_exemplars(page, content.predicted, exemplars)
+        page.add_exemplars(exemplars)
     return page.to_drawing()
 
 
-class _Page(Canvas):
-    """The parts of a sheet, from the top."""
+class _Page:
+    """The parts of a sheet, from the top; the next one starts at `y`."""
 
-    def __init__(self, content: SheetContent, photograph: Image.Image, form: Form, *, fields: bool) -> None:
-        super().__init__(photograph, (content.width, content.height), form)
-        self.content, self.fields = content, fields
+    def __init__(self, content: SheetContent, photograph: Image.Image, *, fields: bool) -> None:
+        self.content, self.photograph, self.fields = content, photograph, fields
+        self.size = content.width, content.height
+        self.y = _LEFT
+        self.shapes: list[Shape] = []
         maps = [slot.attention for view in content.views for slot in view.slots if slot.attention is not None]
-        self.max_attention = max(float(np.max(each)) for each in maps) or 1.0 if maps else None
+        self.max_attention = max(float(np.max(attention)) for attention in maps) or 1.0 if maps else None
 
     def to_drawing(self) -> Drawing:
         """Return everything added so far as a drawing."""
-        content, height = self.content, self.y + self.left
-        return Drawing(self.form.width, height, content.title, content.describe(), tuple(self.shapes), self.form.scale)
+        content = self.content
+        return Drawing(_WIDTH, self.y + _LEFT, content.title, content.describe(), tuple(self.shapes))
 
     def add_answer(self) -> None:
         """Add the predicted label, the image's label and name, both cosines, the margin and notes."""
         content = self.content
         title, below = content.headline
         for text, size in ((title, TITLE), (below, HEAD)):
-            for line in wrap_text(text, size, self.inner, 3 if self.form.stacked else 2):
+            for line in wrap_text(text, size, _INNER, 3):
                 self.y += size + 6
-                self.text(self.left, self.y - 10, line, size, bold=size == TITLE)
+                self._text(_LEFT, self.y - 10, line, size, bold=size == TITLE)
         self._verdict()
         self.y += 24
-        name = truncate_middle(hide_folders(content.image) or "(no name)", BODY, self.inner)
-        self.text(self.left, self.y - 8, name, color=FAINT)
+        self._text(_LEFT, self.y - 8, fit_line(hide_folders(content.image) or "(no name)", BODY, _INNER), color=FAINT)
         self.y += 14
-        top = self.y
         for view, role in zip(content.views, _ROLES, strict=False):
             self._cosine_bar(view, role)
         if content.margin is not None:
-            self._margin(format_number(content.margin), (top + self.y) // 2)
+            number = format_number(content.margin)
+            self.y += 50
+            self._text(_LEFT, self.y - 12, number, _MARGIN, bold=True)
+            self._text(_LEFT + round(measure_text(number, _MARGIN)) + 12, self.y - 12, "margin")
         self.y += 6
         for sentence in content.sentences:
-            self.paragraph(sentence, self.left, self.inner, lines=14)
+            self._paragraph(sentence, lines=14)
         self.y += 8
         self._notes()
+
+    def add_class(self, index: int) -> None:
+        """Add the photograph with the boxes of one class, and a row per slot with patch, map and bar."""
+        content = self.content
+        view, bounds = content.views[index], _PHOTOGRAPHS[index]
+        self.y += 14
+        self._text(_LEFT, self.y + 20, _EVIDENCE_OF[index], HEAD, bold=True)
+        self._text(_LEFT, self.y + 42, fit_line(view.name, BODY, _INNER))
+        self.y += 54
+        drawn = draw_class_boxes(
+            self.photograph, self.size, view, bounds, are_parts=content.meaning == "cosine", fields=self.fields,
+            min_letters=SMALL,
+        )  # fmt: skip
+        size = self._bitmap(_LEFT, self.y, drawn, f"the image with the evidence boxes for {view.name}")
+        self._view_frame(_LEFT, self.y, size)
+        self.y += size[1]
+        self._paragraph(view.describe_places(), size=SMALL, color=FAINT, lines=1)
+        self.y += 14
+        self._text(_LEFT, self.y + 22, HEADINGS[content.meaning].capitalize(), BODY, bold=index == 0)
+        self.y += 42
+        tall = _TALL if index == 0 and len(view.slots) <= 5 else _LOW
+        for slot in view.slots:
+            self._slot(slot, tall)
+            self.y += tall + 18
+        if view.total is not None:
+            self._rule(INK)
+            self._text(_RIGHT - 74, self.y + 14, content.label_sum(view), color=FAINT, anchor="end")
+            self._text(_RIGHT, self.y + 14, format_number(view.total), anchor="end", bold=True)
+            self.y += 34
+        self.y += 8
+        self._rule()
+
+    def add_explanations(self) -> None:
+        """Add sentences on how to read the sheet."""
+        for sentence in self.content.explain_figures(fields=self.fields):
+            self._paragraph(sentence, size=SMALL, color=FAINT, lines=5)
+        if self.max_attention is not None:
+            note = f"Attention maps show the whole crop, from 0 (pale) to {format_number(self.max_attention)} (dark)."
+            self._paragraph(note, size=SMALL, color=FAINT, lines=2)
+
+    def add_exemplars(self, exemplars: Exemplars) -> None:
+        """Add "this looks like that": per slot of the predicted class its patch, then patches of other images."""
+        view = self.content.predicted
+        self.y += 18
+        self._rule()
+        relation = "of" if exemplars.of_class else "predicted as"
+        for line in wrap_text(f"This looks like that: other images {relation} {view.name}", HEAD, _INNER, 2):
+            self._text(_LEFT, self.y + 22, line, HEAD, bold=True)
+            self.y += 26
+        self.y += 6
+        self._paragraph(f"Framed: this image. {exemplars.origin}", size=SMALL, color=FAINT)
+        self.y += 10
+        column = _INNER // _ACROSS
+        bounds = (column - 12, _EXEMPLAR_HEIGHT)
+        for slot in view.slots:
+            self._swatch(slot.slot, _LEFT, self.y)
+            self._text(_LEFT + 40, self.y + 20, fit_line(slot.place, SMALL, _INNER - 52), SMALL, FAINT)
+            self.y += 40
+            own = cut_context(self.photograph, self.size, slot.box, slot.field, bounds)
+            self._framed_patch(_LEFT + 4, self.y, own, slot)
+            tallest = own.height // SCALE
+            for number, exemplar in enumerate(exemplars.by_slot.get(slot.slot, ()), 1):
+                if number % _ACROSS == 0:
+                    self.y, tallest = self.y + tallest + 14, 0
+                x = _LEFT + 4 + number % _ACROSS * column
+                size = self._bitmap(x, self.y, enlarge(exemplar.image, bounds), exemplar.alt)
+                if exemplar.field is not None:
+                    self._cell_outline(x, self.y, size, exemplar.box, exemplar.field, slot.slot)
+                baseline = self.y + size[1] + SMALL + 3
+                self._text(x, baseline, fit_line(exemplar.caption, SMALL, bounds[0]), SMALL, FAINT)
+                tallest = max(tallest, size[1] + SMALL + 3)
+            self.y += tallest + 14
+        if not any(exemplars.by_slot.values()):
+            self._paragraph("The atlas has no other image of this class.", lines=1)
+
+    def _text(
+        self,
+        x: int,
+        y: int,
+        text: str,
+        size: int = BODY,
+        color: RGB = INK,
+        *,
+        anchor: Anchor = "start",
+        bold: bool = False,
+    ) -> None:
+        """Add one line of text with its baseline at `y`."""
+        self.shapes.append(Text(x, y, text, size, color, anchor, bold))
+
+    def _paragraph(self, text: str, *, size: int = BODY, color: RGB = INK, lines: int = 4) -> None:
+        """Add at most `lines` lines of text."""
+        for line in wrap_text(text, size, _INNER, lines):
+            self.y += round(size * 1.4)
+            self._text(_LEFT, self.y - round(size * 0.4), line, size, color)
+
+    def _bitmap(self, x: int, y: int, image: Image.Image, alt: str) -> tuple[int, int]:
+        """Add an image, and return its width and height on the sheet."""
+        bitmap = Bitmap(x, y, image, alt)
+        self.shapes.append(bitmap)
+        return bitmap.size
+
+    def _rule(self, color: RGB = RULE) -> None:
+        self.shapes.append(Rect(_LEFT, self.y, _INNER, 1, color))
+        self.y += 10
+
+    def _swatch(self, slot: int, x: int, y: int) -> None:
+        """Add a slot's number on its colour."""
+        color = slot_color(slot)
+        self.shapes.append(Rect(x, y, 30, 30, color, INK))
+        self._text(x + 15, y + 21, str(slot), color=text_color(color), anchor="middle")
+
+    def _framed_patch(self, x: int, y: int, patch: Image.Image, slot: SlotView) -> None:
+        """Add a slot's patch in its colour, with the cell outlined where the patch shows more than the cell."""
+        width, height = self._bitmap(x, y, patch, f"patch of slot {slot.slot}, {slot.place}")
+        if slot.field is not None:
+            self._cell_outline(x, y, (width, height), slot.box, slot.field, slot.slot)
+        self.shapes.append(Rect(x - 3, y - 3, width + 6, height + 6, edge=slot_color(slot.slot), line=3))
+        self.shapes.append(Rect(x - 4, y - 4, width + 8, height + 8, edge=INK))
+
+    def _cell_outline(self, x: int, y: int, size: tuple[int, int], box: Box, field: Box, slot: int) -> None:
+        """Outline a cell, `box`, in a bitmap of `size` at (x, y) that shows `field`."""
+        left, top, width, height = locate_cell(box, field, size)
+        left, top = x + left, y + top
+        self.shapes.append(Rect(left - 2, top - 2, width + 4, height + 4, edge=INK))
+        self.shapes.append(Rect(left - 1, top - 1, width + 2, height + 2, edge=slot_color(slot)))
+        # keeps a dark colour visible on a dark photograph
+        if min(width, height) >= _MIN_WHITE:
+            self.shapes.append(Rect(left, top, width, height, edge=WHITE))
 
     def _verdict(self) -> None:
         """Add the image's label, if it is known, with the mark `correct` or `wrong`."""
@@ -127,200 +268,81 @@ class _Page(Canvas):
         if not mark and not label:
             return
         self.y += 28
-        x = self.left
+        x = _LEFT
         if mark:
             width = round(measure_text(mark, BODY)) + 20
             self.shapes.append(Rect(x, self.y - 22, width, 22, _MARKS[mark]))
-            self.text(x + width // 2, self.y - 6, mark, color=WHITE, anchor="middle", bold=True)
+            self._text(x + width // 2, self.y - 6, mark, color=WHITE, anchor="middle", bold=True)
             x += width + 10
-        self.text(x, self.y - 6, fit_line(label, BODY, self.right - x))
+        self._text(x, self.y - 6, fit_line(label, BODY, _RIGHT - x))
         self.y += 4
 
     def _cosine_bar(self, view: ClassView, role: str) -> None:
-        left, right = self.form.cosine_bar
-        self.text(self.left, self.y + 22, role, SMALL, FAINT)
-        name_end = self.right if self.form.stacked else left - 12
-        self.text(self.left + 84, self.y + 22, fit_line(view.name, BODY, name_end - self.left - 84))
-        if self.form.stacked:
-            self.y += 26
-        middle = self.y + 16
+        self._text(_LEFT, self.y + 22, role, SMALL, FAINT)
+        self._text(_LEFT + 84, self.y + 22, fit_line(view.name, BODY, _INNER - 84))
+        middle = self.y + 42
         if view.cosine is not None:
             share = min(max(view.cosine, 0.0), 1.0)
-            self.shapes.append(Rect(left, middle - 8, right - left, 16, TRACK))
-            self.shapes.append(Rect(left, middle - 8, round((right - left) * share), 16, _BAR))
-        self.text(right + 12, middle + 6, view.match)
-        self.y += 32
-
-    def _margin(self, number: str, middle: int) -> None:
-        """Add the margin next to the bars of the cosines, whose middle is given, or below them."""
-        if self.form.stacked:
-            self.y += 50
-            self.text(self.left, self.y - 12, number, _MARGIN, bold=True)
-            self.text(self.left + round(measure_text(number, _MARGIN)) + 12, self.y - 12, "margin")
-        else:
-            self.text(self.right, middle, number, _MARGIN, anchor="end", bold=True)
-            self.text(self.right, middle + 22, "margin", anchor="end")
+            for length, color in ((_COSINE_END - _LEFT, TRACK), (round((_COSINE_END - _LEFT) * share), _BAR)):
+                self.shapes.append(Rect(_LEFT, middle - 8, length, 16, color))
+        self._text(_COSINE_END + 12, middle + 6, view.match)
+        self.y += 58
 
     def _notes(self) -> None:
         """Add the content's cautions: calmly, unless the answer is known to be wrong."""
         wrong = self.content.correct is False
-        lines = [
-            line for caution in self.content.cautions() for line in wrap_text(caution, BODY, self.inner - 28, lines=3)
-        ]
+        lines = [line for caution in self.content.cautions() for line in wrap_text(caution, BODY, _INNER - 28, lines=3)]
         if not lines:
             return
         paper, edge, color = (_ALERT_PAPER, ALERT, ALERT) if wrong else (_NOTE_PAPER, RULE, INK)
-        self.shapes.append(Rect(self.left, self.y, self.inner, 26 * len(lines) + 12, paper, edge))
+        self.shapes.append(Rect(_LEFT, self.y, _INNER, 26 * len(lines) + 12, paper, edge))
         self.y += 8
         for line in lines:
-            self.text(self.left + 14, self.y + 18, line, color=color)
+            self._text(_LEFT + 14, self.y + 18, line, color=color)
             self.y += 26
         self.y += 10
-
-    def add_classes_side_by_side(self) -> None:
-        """Add both photographs, then the slots of both classes in rows."""
-        self.y += 14
-        top = self.y
-        self._photograph(0)
-        left_end, self.y = self.y, top
-        for index in range(1, len(self.content.views)):
-            self._photograph(index)
-        self._sentences(self.form.columns[1][0])
-        self.y = max(self.y, left_end) + 18
-        self.rule(self.left, self.inner)
-        self._slots(range(len(self.content.views)))
-        self._attention_note()
-
-    def add_classes_in_turn(self) -> None:
-        """Add the photograph and the slots of one class, then of the other."""
-        for index in range(len(self.content.views)):
-            self.y += 14
-            self._photograph(index)
-            self.y += 14
-            self._slots([index])
-            self.y += 8
-            self.rule(self.left, self.inner)
-        self._sentences(self.left)
-        self._attention_note()
-
-    def _photograph(self, index: int) -> None:
-        """Add the photograph with the boxes of one class."""
-        view, x, bounds = self.content.views[index], self.form.columns[index][0], self.form.photographs[index]
-        self.text(x, self.y + 20, _EVIDENCE_OF[index], HEAD, bold=True)
-        self.text(x, self.y + 42, fit_line(view.name, BODY, bounds[0]))
-        self.y += 54
-        drawn = draw_class_boxes(
-            self.photograph, self.size, view, bounds, are_parts=self.content.meaning == "cosine", fields=self.fields,
-            scale=self.form.scale, min_letters=self.form.min_letters,
-        )  # fmt: skip
-        size = self.bitmap(x, self.y, drawn, f"the image with the evidence boxes for {view.name}")
-        self._view_frame(x, self.y, size)
-        self.y += size[1]
-        self.paragraph(view.describe_places(), x, bounds[0], size=SMALL, color=FAINT, lines=1)
 
     def _view_frame(self, x: int, y: int, size: tuple[int, int]) -> None:
         """Add a frame around the crop that the model was shown, where that is not the whole image."""
         content = self.content
         if content.crop == (0, 0, content.width, content.height):
             return
-        across, down = size[0] / content.width, size[1] / content.height
-        left, top = x + round(content.crop[0] * across), y + round(content.crop[1] * down)
-        width = round((content.crop[2] - content.crop[0]) * across)
-        height = round((content.crop[3] - content.crop[1]) * down)
-        self.shapes.append(Rect(left, top, width, height, edge=INK))
-        self.shapes.append(Rect(left + 1, top + 1, width - 2, height - 2, edge=WHITE))
+        scale = size[0] / content.width, size[1] / content.height
+        x0, y0, x1, y1 = (round(value * scale[axis % 2]) for axis, value in enumerate(content.crop))
+        self.shapes.append(Rect(x + x0, y + y0, x1 - x0, y1 - y0, edge=INK))
+        self.shapes.append(Rect(x + x0 + 1, y + y0 + 1, x1 - x0 - 2, y1 - y0 - 2, edge=WHITE))
 
-    def _sentences(self, x: int) -> None:
-        """Add sentences on how to read the sheet."""
-        for sentence in self.content.explain_figures(fields=self.fields):
-            self.paragraph(sentence, x, self.right - x, size=SMALL, color=FAINT, lines=5)
-
-    def _slots(self, indices: Sequence[int]) -> None:
-        """Add a row per rank with patch, attention map and bar of the slots of these classes; then the sums."""
-        content, form = self.content, self.form
-        headings = HEADINGS[content.meaning].capitalize(), f"Runner-up: {content.views[-1].name}"
-        for index in indices:
-            (x, end), size = form.columns[index], (HEAD, BODY)[index]
-            self.text(x, self.y + 22, fit_line(headings[index], size, end - x), size, bold=index == 0)
-        differences = content.round_differences() if 1 in indices else []
-        if differences:
-            self.text(form.difference, self.y + 22, "difference", SMALL, FAINT, anchor="middle")
-        self.y += 42
-        tall = 96 if 0 in indices and max(len(view.slots) for view in content.views) <= 5 else 62
-        # a class whose slots were dropped has fewer than the other
-        for rank in range(max(len(content.views[index].slots) for index in indices)):
-            for index in indices:
-                if rank < len(content.views[index].slots):
-                    self._slot(content.views[index].slots[rank], *form.columns[index], tall)
-            if differences:
-                text = format_difference(differences[rank])
-                self.text(form.difference, self.y + tall // 2 + 17, text, anchor="middle")
-            self.y += tall + 18
-        self._sums(indices, differences)
-
-    def _slot(self, slot: SlotView, x: int, end: int, tall: int) -> None:
-        maps, form = self.max_attention is not None, self.form
-        # bars of both classes have one scale; the predicted class's patches take the remaining width
-        right = form.columns[1][1] - form.columns[1][0]
-        bar_width = right - _SWATCH - _VALUE - (2 if maps else 1) * (form.patch + _GAP)
-        wide = end - x - _SWATCH - _VALUE - bar_width - _GAP
-        if maps:
-            wide = (wide - _GAP) // 2
-        self.swatch(slot.slot, x, self.y + (tall - 30) // 2)
-        x += _SWATCH
-        patch = self.cut_patch(slot, (wide, tall))
-        self.framed_patch(x, self.y + (tall - patch.height // form.scale) // 2, patch, slot)
+    def _slot(self, slot: SlotView, tall: int) -> None:
+        wide = _PATCH if slot.attention is None else _PATCH // 2
+        middle = self.y + tall // 2
+        self._swatch(slot.slot, _LEFT, middle - 15)
+        x = _LEFT + _SWATCH
+        patch = cut_context(self.photograph, self.size, slot.box, slot.field, (wide, tall))
+        self._framed_patch(x, middle - patch.height // (2 * SCALE), patch, slot)
         x += wide + _GAP
         if slot.attention is not None:
             self._attention_map(slot, slot.attention, x, tall, wide)
             x += wide + _GAP
-        middle = self.y + tall // 2
-        place = slot.cell_text
+        place, end = slot.cell_text, _RIGHT - _VALUE
         if slot.name:
-            name = fit_line(slot.name, SMALL, end - x - measure_text(f", {place}", SMALL))
+            name = fit_line(slot.name, SMALL, _RIGHT - x - measure_text(f", {place}", SMALL))
             place = f"{name}, {place}"
-        self.text(x, middle - 10, place, SMALL, FAINT)
-        self.shapes.append(Rect(x, middle + 2, bar_width, 18, TRACK))
-        start, stop = round(slot.start * bar_width), round(slot.stop * bar_width)
+        self._text(x, middle - 10, place, SMALL, FAINT)
+        self.shapes.append(Rect(x, middle + 2, end - x, 18, TRACK))
+        start, stop = round(slot.start * (end - x)), round(slot.stop * (end - x))
         self.shapes.append(Rect(x + start, middle + 2, stop - start, 18, slot_color(slot.slot), INK))
-        self.text(end, middle + 17, format_number(slot.value), anchor="end")
+        self._text(_RIGHT, middle + 17, format_number(slot.value), anchor="end")
 
     def _attention_map(self, slot: SlotView, attention: NDArray[np.float32], x: int, tall: int, wide: int) -> None:
         x0, y0, x1, y1 = self.content.crop
         rows, cols = attention.shape
-        size = fit_size((max(x1 - x0, 1), max(y1 - y0, 1)), (wide, tall))
-        size = (max(size[0], cols), max(size[1], rows))
-        left, top = x + wide - size[0], self.y + (tall - size[1]) // 2
+        width, height = fit_size((max(x1 - x0, 1), max(y1 - y0, 1)), (wide, tall))
+        width, height = max(width, cols), max(height, rows)
+        left, top = x + wide - width, self.y + (tall - height) // 2
         alt = f"attention map of slot {slot.slot}, highest in row {slot.cell[0]}, column {slot.cell[1]}"
-        pixels = size[0] * self.form.scale, size[1] * self.form.scale
-        self.bitmap(left, top, draw_attention_map(attention, self.max_attention or 1.0, pixels), alt)
-        self.shapes.append(Rect(left - 1, top - 1, size[0] + 2, size[1] + 2, edge=RULE))
+        drawn = draw_attention_map(attention, self.max_attention or 1.0, (width * SCALE, height * SCALE))
+        self._bitmap(left, top, drawn, alt)
+        self.shapes.append(Rect(left - 1, top - 1, width + 2, height + 2, edge=RULE))
         row, col = slot.cell
-        cell_left, cell_top = left + col * size[0] // cols, top + row * size[1] // rows
-        cell = (left + (col + 1) * size[0] // cols - cell_left, top + (row + 1) * size[1] // rows - cell_top)
-        self.shapes.append(Rect(cell_left - 2, cell_top - 2, cell[0] + 4, cell[1] + 4, edge=INK))
-        self.shapes.append(
-            Rect(cell_left - 1, cell_top - 1, cell[0] + 2, cell[1] + 2, edge=slot_color(slot.slot), line=2)
-        )
-
-    def _attention_note(self) -> None:
-        if self.max_attention is not None:
-            self.y += 4
-            note = f"Attention maps show the whole crop, from 0 (pale) to {format_number(self.max_attention)} (dark)."
-            self.paragraph(note, self.left, self.inner, size=SMALL, color=FAINT, lines=2)
-
-    def _sums(self, indices: Sequence[int], differences: Sequence[int]) -> None:
-        if self.content.predicted.total is None:
-            return
-        baseline, form = self.y + 24, self.form
-        for index in indices:
-            view, (left, end) = self.content.views[index], form.columns[index]
-            self.shapes.append(Rect(left, self.y, end - left, 1, INK))
-            label = fit_line(self.content.label_sum(view), BODY, end - left - 80)
-            self.text(end - 74, baseline, label, color=FAINT, anchor="end")
-            self.text(end, baseline, format_number(view.total), anchor="end", bold=True)
-        if differences:
-            self.shapes.append(Rect(form.difference - 35, self.y, 70, 1, INK))
-            self.text(form.difference, baseline, format_difference(sum(differences)), anchor="middle", bold=True)
-            self.text(form.difference, baseline + 18, "margin", SMALL, FAINT, anchor="middle")
-        self.y += 44
+        box = (float(col), float(row), col + 1.0, row + 1.0)
+        self._cell_outline(left, top, (width, height), box, (0.0, 0.0, float(cols), float(rows)), slot.slot)

@@ -14,7 +14,7 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.build import ImageInfo, build_records
 from opal_deploy.visualization.atlas.collector import AtlasCollector
-from opal_deploy.visualization.atlas.entries import FINDING_KINDS, SlotStatistics, list_findings
+from opal_deploy.visualization.atlas.entries import SlotStatistics
 
 SIZE = (64, 64)
 CHANNELS = [(class_id, slot) for class_id in range(2) for slot in range(3)]
@@ -74,13 +74,12 @@ def test_the_patches_kept_are_those_with_the_largest_contributions(distance, key
         assert names(collector, class_id, slot) == [each.image for each in expected]
 
 
-def test_patches_and_statistics_do_not_depend_on_the_order():
+def test_patches_do_not_depend_on_the_order():
     found = random_records(40)
 
     def summary(records):
         collector = collect(records)
-        best = [[(c.image, c.key, c.jpeg) for c in collector.best(*channel)] for channel in CHANNELS]
-        return [best, [collector.statistics(*channel) for channel in CHANNELS]]
+        return [[(c.image, c.key, c.jpeg) for c in collector.best(*channel)] for channel in CHANNELS]
 
     expected = summary(found)
     for seed in range(3):
@@ -115,7 +114,7 @@ def test_a_patch_shows_the_effective_field_where_it_is_known():
     collector = AtlasCollector(replace(metadata(), receptive_field=field), 1)
     collector.add(record("a.jpg", (5, 0, 2)), image=draw_image("a.jpg"))
     # 40 pixels around 20, 20; around 4, 4, where the image ends
-    assert [collector.best(0, slot)[0].around for slot in (0, 1)] == [(0, 0, 40, 40), (0, 0, 24, 24)]
+    assert [collector.best(0, slot)[0].patch.field for slot in (0, 1)] == [(0, 0, 40, 40), (0, 0, 24, 24)]
     with Image.open(io.BytesIO(collector.best(0, 1)[0].jpeg)) as patch:
         assert patch.size == (24, 24)
 
@@ -126,11 +125,9 @@ def test_the_statistics_are_those_of_a_hand_count():
     collector = collect([record(f"{i}.jpg", each) for i, each in enumerate(cells)])
     first, second, third = (collector.statistics(0, slot) for slot in range(3))
     assert (first.images, first.own_cell, first.strongest) == (4, 0.75, 1.0)
-    assert (first.top_cell, first.top_cell_share, first.entropy, first.spread) == ((1, 1), 1.0, 0.0, 0.0)
+    assert (first.top_cell, first.top_cell_share) == ((1, 1), 1.0)
     assert (second.own_cell, second.strongest) == (0.75, 0.0)
-    assert (third.own_cell, third.entropy, third.top_cell_share) == (1.0, 2.0, 0.25)
-    # four cells in a row: columns 1/8, 3/8, 5/8, 7/8 have the variance 5/64
-    assert third.spread == pytest.approx((5 / 64 / 2) ** 0.5)
+    assert (third.own_cell, third.top_cell_share) == (1.0, 0.25)
     assert first.mean_score == pytest.approx(0.5)
     assert first.mean_contribution == pytest.approx(record("x", (0, 1, 2)).evidence[0].contribution, abs=1e-7)
     assert collector.statistics(1, 0) == SlotStatistics(0), "never predicted"
@@ -141,54 +138,6 @@ def test_a_patch_knows_what_its_image_shows_where_the_label_is_one_of_the_models
     collector = AtlasCollector(metadata(), 4)
     for name, label in (("0.jpg", "a"), ("1.jpg", "b"), ("2.jpg", "photos"), ("3.jpg", None)):
         collector.add(record(name, (0, 1, 2)), label=label, sha256=name, image=draw_image(name))
-    assert {c.image: c.label for c in collector.best(0, 0)} == {
-        "0.jpg": "a", "1.jpg": "b", "2.jpg": None, "3.jpg": None,
-    }  # fmt: skip
-    assert collector.count_labels() == {0: {"a": 1, "b": 1}}
-
-
-def test_images_of_another_class_take_no_room_from_the_classes_own():
-    collector = AtlasCollector(metadata(), 2)
-    # the earlier the letter, the stronger slot 0; a capital is an image of another class
-    for index, name in enumerate("ABcDeFg"):
-        scores = (0.9 - index / 10, 0.9, 0.9)
-        label = "b" if name.isupper() else "a"
-        collector.add(record(name, (0, 1, 2), scores), label=label, sha256=name, image=draw_image(name))
-    assert "".join(names(collector)) == "ABce"
-
-
-def statistics(images=10, own=0.9, part=0.3, share=0.2):
-    return SlotStatistics(images, own, 0.3, 0.5, part, (1, 1), share, 2.0, 0.2)
-
-
-WELL, LITTLE, ONE_PLACE = statistics(), statistics(part=0.01), statistics(share=0.6)
-
-
-@pytest.mark.parametrize(("images_of", "kind"), [(None, "never_predicted"), (2, "never_predicted"), (0, "not_shown")])
-def test_a_class_that_no_image_shows_is_nothing_to_act_on(images_of, kind):
-    (finding,) = list_findings(0, "oak", dict.fromkeys(range(2), SlotStatistics(0)), images_of)
-    assert finding.kind == kind
-    assert FINDING_KINDS[kind].actionable == (kind == "never_predicted")
-
-
-@pytest.mark.parametrize(
-    ("slots", "findings"),
-    [
-        ([WELL, WELL], []),
-        ([statistics(own=0.05), WELL], ["shares_its_cell 0"]),
-        ([WELL, LITTLE], ["adds_little 1"]),
-        ([WELL, ONE_PLACE], ["one_place 1"]),
-        (
-            [statistics(own=0.05), statistics(share=0.6, part=0.01)],
-            ["shares_its_cell 0", "adds_little 1", "one_place 1"],
-        ),
-        ([statistics(images=4, own=0.0, share=1.0)] * 2, []),
-        ([SlotStatistics(0)] * 2, ["never_predicted None"]),
-        ([statistics(part=None)] * 2, []),
-        ([statistics(own=0.0)], []),
-        ([statistics(share=0.5)] * 2, []),
-    ],
-    ids=["well", "shares", "little", "one place", "several", "few images", "never", "no sum", "single", "half"],
-)
-def test_the_to_do_list_names_what_does_not_do_its_part(slots, findings):
-    assert [f"{finding.kind} {finding.slot}" for finding in list_findings(0, "oak", dict(enumerate(slots)))] == findings
+    # an image of another class gives no patch
+    assert {c.image: c.patch.label for c in collector.best(0, 0)} == {"0.jpg": "a", "2.jpg": None, "3.jpg": None}
+    assert collector.labels == {0: {"a": 1, "b": 1}}

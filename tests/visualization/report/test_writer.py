@@ -1,7 +1,6 @@
 import base64
 import io
 import json
-import random
 import re
 import tracemalloc
 from html.parser import HTMLParser
@@ -38,11 +37,11 @@ def test_hostile_names_labels_and_messages_stay_text_on_a_self_contained_page(wr
     entries = [(record, draw_overlay(Image.new("RGB", SIZE), record)), error_record(HOSTILE, HOSTILE, HOSTILE)]
     page = write(entries, [(HOSTILE, HOSTILE)], title=HOSTILE, facts=[(HOSTILE, HOSTILE)])
     # what the browser makes of it is the subject of test_browser.py
-    assert (page.count("<script"), page.count("<img"), page.count("<h1")) == (4, 1, 1)
+    assert (page.count("<script"), page.count("<img"), page.count("<h1")) == (5, 0, 1)
     assert "<script>alert(1)</script>\"'&\\n\\udcff</title>" in text_of(page)
     links = re.findall(r' (?:src|href|srcset|data|action)="([^"]*)"', page)
     assert links
-    assert all(link.startswith(("data:image/jpeg;base64,", "#")) for link in links)
+    assert all(link.startswith("#") for link in links)
     assert not re.search(r"url\(|@import", page)
 
 
@@ -74,13 +73,16 @@ def test_the_accuracy_is_at_the_head(write, make_record):
 
 
 def test_the_words_on_cards_are_explained_at_the_head(write, make_record, answer_without_evidence):
-    explained = {"slot", "Cosine", "contributions", "Margin"}
     for record, words in (
-        (make_record(SIZE), explained),
-        (make_record(SIZE, distance="linf"), explained - {"contributions"}),
+        (make_record(SIZE), {"slot", "Cosine", "contributions", "Margin"}),
+        (make_record(SIZE, distance="linf"), {"slot", "Margin"}),
         (answer_without_evidence, set()),
     ):
-        assert set(re.findall(r'<dfn title="[^"]+">(\w+)</dfn>', write([record]))) == words
+        assert set(re.findall(r'<abbr title="[^"]+">(\w+)</abbr>', write([record]))) == words
+
+
+def read_data(page, name):
+    return json.loads(re.search(f'<script type="application/json" id="{name}">(.*?)</script>', page, re.S)[1])
 
 
 def test_only_the_first_images_and_the_most_frequent_classes_are_shown_and_the_page_says_so(tmp_path, make_record):
@@ -95,7 +97,7 @@ def test_only_the_first_images_and_the_most_frequent_classes_are_shown_and_the_p
         for i in range(5):
             report.add(replace(BAD, image=f"bad{i}.jpg"), None)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert page.count("<article") == 4, "two images, two failures"
+    assert len(read_data(page, "index")) == 4, "two images, two failures"
     assert fullness[:3] == [False, False, True]
     for part in (
         "Showing the first 2 of 1,500 answered images; results.jsonl has all.",
@@ -136,58 +138,23 @@ def test_cards_wait_on_disk_not_in_memory(tmp_path, make_record):
 
 
 def test_each_image_is_in_the_file_once(write, make_record):
-    rng = random.Random(7)
-
     def entry(i):
-        record = replace(make_record((60, 40)), margin=rng.random())
+        record = make_record((60, 40))
         return record, make_thumbnail(Image.new("RGB", (60, 40), (2 * i, 255 - 2 * i, i)), record)
 
-    page = write(map(entry, range(120)))
-    written = re.findall(r'src="data:image/jpeg;base64,([^"]+)"', page)
+    page = write(map(entry, range(60)))
     kept = dict(re.findall(r'<script type="text/plain" id="p(\d+)">([^<]+)</script>', page))
-    shown = re.findall(r'<article id="i=(\d+)">', page)
-    assert (len(written), len(kept), len({*written, *kept.values()})) == (48, 72, 120)
-    assert not set(shown) & set(kept)
-    for number, encoded in [*kept.items(), *zip(shown, written, strict=True)]:
+    assert len({*kept.values()}) == 60
+    for number, encoded in kept.items():
         red, _, blue = Image.open(io.BytesIO(base64.b64decode(encoded))).getpixel((5, 5))
         assert abs(red - 2 * int(number)) < 6
         assert abs(blue - int(number)) < 6
 
 
-@pytest.mark.parametrize(
-    ("answers", "order", "sentence"),
-    [
-        # margin, and whether the class is the label
-        (
-            [(0.9, 1), (0.5, 1), (0.4, 1), (0.1, 0)],
-            "1230-",
-            "3 correct (median margin 0.500) and 1 wrong (median margin",
-        ),
-        (
-            [(0.9, 1), (0.1, 0), (0.9, 1), (0.1, 0)],
-            "0123-",
-            "2 correct (median margin 0.900) and 2 wrong (median margin",
-        ),
-        ([(0.9, None), (None, None), (0.6, None), (0.2, None)], "2031-", "closest to the median, 0.600."),
-        ([(None, None)] * 2, "01-", None),
-    ],
-    ids=["three to one", "one to one", "no labels", "no margins"],
-)
-def test_typical_answers_come_first_correct_and_wrong_in_proportion(write, make_record, answers, order, sentence):
-    records = []
-    for margin, right in answers:
-        label = None if right is None else "Sooty Albatross" if right else "other"
-        records.append(replace(make_record(SIZE), margin=margin, label=label))
-    page = write([*records, BAD])
-    assert re.findall(r'<article id="i=(\d+)">', page) == list(order.replace("-", str(len(answers))))
-    assert ("Typical answers first" in page) == (sentence is not None)
-    assert sentence is None or sentence in page
-
-
 def test_a_page_shows_drawings_of_the_runs_folder_and_nothing_else(write, make_record):
     names = ["overlays/000000-a.jpg", "overlays/0001/010000-a.jpg", "../b.jpg", "overlays/../../c.jpg", "file:///d.jpg"]
     page = write([replace(make_record(SIZE), overlay=name) for name in names], image_mode="files")
-    assert re.findall(r'<img [^>]*src="([^"]*)"', page) == names[:2]
+    assert [card["overlay"] for card in read_data(page, "d0")] == [*names[:2], None, None, None]
     assert "d.jpg" not in page
     # few images are embedded
     assert [choose_image_mode(count) for count in (0, 200, 201)] == ["embed", "embed", "files"]
@@ -228,7 +195,7 @@ def test_slots_have_their_names_and_a_run_without_labels_no_filter_for_them(writ
     record = make_record(SIZE)
     first, second, third = record.evidence
     page = write([replace(record, evidence=(first, replace(second, name="beak"), third))])
-    for part in ("<bdi>beak</bdi>", '"beak"', "<label hidden>Label"):
+    for part in ('"beak"', "<label hidden>Label"):
         assert part in page
     assert "Labels and predictions" not in page
 
@@ -251,17 +218,14 @@ def test_a_report_appears_when_it_is_closed_and_takes_no_more(tmp_path, make_rec
     assert not (tmp_path / "report.html").exists()
     report.close()
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
-    for call in (lambda: report.add(make_record(SIZE), None), report.close):
-        with pytest.raises(ValueError, match="the report is closed"):
-            call()
+    with pytest.raises(ValueError, match="closed"):
+        report.close()
 
 
 def test_a_page_of_no_images_and_one_of_a_model_without_evidence_say_so(write, answer_without_evidence):
     assert "No image was answered." in text_of(write([]))
     overlay = draw_overlay(Image.new("RGB", SIZE), answer_without_evidence)
-    text = text_of(write([(answer_without_evidence, overlay)]))
-    assert "No evidence boxes" in text
-    assert "logit" in text
+    assert "No evidence boxes" in read_data(write([(answer_without_evidence, overlay)]), "config")["no_evidence"]
 
 
 @pytest.mark.parametrize(
@@ -274,6 +238,6 @@ def test_a_thumbnail_is_the_photograph_alone(make_record, size, expected, encode
     overlay = encode(draw_overlay(Image.new("RGB", size, (10, 20, 120)), record))
     small = Image.open(io.BytesIO(make_thumbnail(overlay, record)))
     assert small.size == expected
-    # the last row and column are still the photograph, not the legend's paper
+    # the last row and column are still the photograph, not the caption's paper
     for place in ((expected[0] - 1, 0), (expected[0] - 1, expected[1] - 1), (0, expected[1] - 1)):
         assert max(abs(a - b) for a, b in zip(small.getpixel(place), (10, 20, 120), strict=True)) < 25

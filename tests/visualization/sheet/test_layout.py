@@ -1,7 +1,6 @@
 import base64
 import io
 import itertools
-import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
@@ -121,26 +120,17 @@ def extent(shape):
     return shape.x, shape.y, shape.x + width, shape.y + height
 
 
-@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize(("shown", "others"), list(CASES.values()), ids=list(CASES))
-def test_everything_lies_on_the_sheet_and_no_text_over_another_or_a_bitmap(shown, others, narrow):
-    page = draw(shown, others, narrow=narrow)
-    assert page.width == (455 if narrow else 1200)
+def test_everything_lies_on_the_sheet_readable_and_no_text_over_another_or_a_bitmap(shown, others):
+    page = draw(shown, others)
+    # on a phone's screen of 390 CSS pixels
+    assert min(shape.size for shape in page.shapes if isinstance(shape, Text)) * 390 / page.width >= 12
     boxes = [(extent(shape), shape) for shape in page.shapes if not (isinstance(shape, Text) and not shape.text)]
     for (left, top, right, bottom), shape in boxes:
         assert min(left, top, page.width - right, page.height - bottom) >= 0, shape
     texts, bitmaps = ([each for each in boxes if isinstance(each[1], kind)] for kind in (Text, Bitmap))
     for (a, one), (b, two) in itertools.chain(itertools.combinations(texts, 2), itertools.product(texts, bitmaps)):
         assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (one, two)
-
-
-@pytest.mark.parametrize(("shown", "others"), list(CASES.values()), ids=list(CASES))
-def test_a_narrow_sheet_has_the_same_figures_readable_on_a_phone(shown, others):
-    page = draw(shown, others, narrow=True)
-    assert min(shape.size for shape in page.shapes if isinstance(shape, Text)) * 390 / page.width >= 12
-    figures = [sorted(re.findall(r"[-+]?\d\.\d{3}", " ".join(texts_of(each)))) for each in (draw(shown, others), page)]
-    assert figures[0] == figures[1]
-    assert page.description == draw(shown, others).description
 
 
 @pytest.mark.parametrize(("label", "alarming"), [(None, False), ("birch", False), ("ash", True)])
@@ -151,13 +141,12 @@ def test_only_a_wrong_answer_has_its_notes_in_the_colour_of_an_alert(label, alar
     assert {note.color == ALERT for note in notes} == {alarming}
 
 
-@pytest.mark.parametrize(("narrow", "width"), [(False, 1200), (True, 910)])
-def test_a_file_is_the_same_every_time_and_the_png_has_size_and_description(narrow, width):
-    page, again = (draw(content(heatmap=True), exemplars(5), narrow=narrow) for _ in range(2))
+def test_a_file_is_the_same_every_time_and_the_png_has_size_and_description():
+    page, again = (draw(content(heatmap=True), exemplars(5)) for _ in range(2))
     assert encode_png(page) == encode_png(again)
     assert encode_svg(page) == encode_svg(again)
     opened = Image.open(io.BytesIO(encode_png(page)))
-    assert opened.size == (width, page.height * width // page.width)
+    assert opened.size == (2 * page.width, 2 * page.height)
     assert opened.info["Description"] == page.description
 
 
@@ -166,11 +155,10 @@ def test_each_slots_patch_is_its_cell_of_the_photograph_in_the_slots_colour():
     page = draw(shown)
     pixels = render_png(page)
     patches = [shape for shape in page.shapes if isinstance(shape, Bitmap) and shape.alt.startswith("patch of slot")]
-    slots = itertools.chain(*zip(shown.predicted.slots, shown.runner_up.slots, strict=True))
-    for patch, slot in zip(patches, slots, strict=True):
+    for patch, slot in zip(patches, [*shown.predicted.slots, *shown.runner_up.slots], strict=True):
         assert patch.image.getcolors() == [(patch.image.width * patch.image.height, cell_color(*slot.cell))]
         assert patch.image.width / patch.image.height == pytest.approx(100 / 70, abs=0.03)
-        assert pixels.getpixel((patch.x - 2, patch.y + 5)) == slot_color(slot.slot)
+        assert pixels.getpixel((2 * patch.x - 4, 2 * patch.y + 10)) == slot_color(slot.slot)
 
 
 def test_with_a_known_field_each_patch_shows_it_with_the_cell_outlined_in_the_slots_colour():
@@ -180,7 +168,7 @@ def test_with_a_known_field_each_patch_shows_it_with_the_cell_outlined_in_the_sl
         alt = f"patch of slot {slot.slot}, cell {slot.cell[0]}, {slot.cell[1]}"
         patch = next(each for each in page.shapes if isinstance(each, Bitmap) and each.alt.startswith(alt))
         columns = min(slot.cell[1] + 2, 7) - max(slot.cell[1] - 1, 0)
-        scale = patch.image.width / (100 * columns)
+        scale = patch.size[0] / (100 * columns)
         left = patch.x + round(100 * scale * min(slot.cell[1], 1))
         outlines = [each for each in page.shapes if isinstance(each, Rect) and each.edge == slot_color(slot.slot)]
         assert any((each.x, each.width) == (left - 1, round(100 * scale) + 2) for each in outlines)
@@ -215,7 +203,7 @@ def test_sums_margin_and_names_stand_on_the_sheet_but_not_where_its_image_lies()
     assert not any("home" in text for text in texts)
     assert texts.count("sum = cosine") == 2
     assert f"{shown.predicted.total:.3f}" in texts
-    assert f"+{shown.margin:.3f}" in texts
+    assert f"{shown.margin:.3f}" in texts
     assert any(text.startswith("beak, cell") for text in texts)
     assert "beak, cell" in page.description
 
