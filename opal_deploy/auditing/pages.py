@@ -23,8 +23,7 @@ from opal_deploy.records.names import find_common_folder
 from opal_deploy.records.record import Answered, Record
 from opal_deploy.visualization.overlay import draw_evidence, embed_jpeg, show_photograph
 from opal_deploy.visualization.pages import Picture, mark_safe, render_page
-from opal_deploy.visualization.report.cards import build_card
-from opal_deploy.visualization.report.page import render_card
+from opal_deploy.visualization.report.cards import render_card
 
 if TYPE_CHECKING:
     from opal_deploy.auditing.diff import DiffReport
@@ -58,9 +57,7 @@ def write_diff(page: Path, report: DiffReport, names: tuple[str, str], root: Pat
 
 def _render_card(record: Record, number: int, folder: str, root: Path) -> object:
     """Return the report's card of a record, with its photograph if there is one."""
-    labels: dict[str, int] = {}
     name = None if record.image is None else record.image.removeprefix(folder)
-    card = build_card(replace(record, image=name), number, lambda label: labels.setdefault(label, len(labels)))
     source = None
     with contextlib.suppress(ImageError):
         image = load_record_image(record, locate_image(record, root))
@@ -68,7 +65,7 @@ def _render_card(record: Record, number: int, folder: str, root: Path) -> object
             photograph = show_photograph(image, record)
             photograph.thumbnail((_CARD_SIDE, _CARD_SIDE), Image.Resampling.BILINEAR)
             source = embed_jpeg(photograph)
-    return mark_safe(render_card(card, list(labels), source))
+    return mark_safe(render_card(replace(record, image=name), number, source))
 
 
 def write_drift(

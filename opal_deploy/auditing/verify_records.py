@@ -290,7 +290,7 @@ def _compare(line: _Recorded, computed: Record, session: Session, check: CheckOp
 
 
 def _compare_overlay(number: int, recorded: Record) -> list[FieldDifference]:
-    """Return whether a record names an overlay that is not its own: somebody else's would be shown beside it."""
+    """Return whether a record names an overlay that is not its own: somebody else's would be shown next to it."""
     if isinstance(recorded, Failed):
         return []
     expected = overlay_name(number - 1, recorded.image)

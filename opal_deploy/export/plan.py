@@ -120,7 +120,7 @@ def _check_plan(plan: ExportPlan) -> None:
 
 
 def _names(options: type[Options]) -> tuple[str, ...]:
-    """Return the options that a class declares itself, beside those of every export."""
+    """Return the options that a class declares itself, without those of every export."""
     return tuple(field.name for field in fields(options) if field.name not in _COMMON)
 
 

@@ -76,9 +76,8 @@ def _draw(sheets: SheetBuilder | None, result: Result, parts: Sequence[Part], ti
                 drawn["thumbnail"] = make_thumbnail(photograph, result.record)
             if "picture" in parts:
                 drawn["picture"] = encode_jpeg(to_display(get_image(result.prepared)))
-            for part in parts:
-                if part in ("sheet", "narrow-sheet") and sheets is not None:
-                    drawn[part] = sheets.build(result, narrow=part == "narrow-sheet").encode()
+            if "sheet" in parts and sheets is not None:
+                drawn["sheet"] = sheets.build(result).encode()
     except ImageError as error:
         return Drawings(drawn, Problem(code="drawing_failed", message=str(error)))
     except MemoryError:

@@ -149,9 +149,7 @@ def _show_whole_job(demo: _Demo, epochs: int, train_per_class: int, seed: int) -
     model = run / "best.onnx"
     explanations = demo.infer(data, model)
     # every record and its label, once more from the files
-    demo.run(
-        "verify", explanations / "results.jsonl", "--model", model, "--labels", "folders", "--all", "--device", "cpu"
-    )
+    demo.run("verify", explanations / "results.jsonl", "--model", model, "--all", "--device", "cpu")
     _report_whole_job(demo, data, model, read_json(evaluation / "evaluation.json"))
 
 
@@ -214,7 +212,7 @@ def _show_quick(demo: _Demo, seed: int) -> None:
 def _report_quick(demo: _Demo, data: Path, results: Path, metadata: Metadata) -> None:
     """Print how often answers and evidence are right, and how often they would be by chance."""
     from opal_deploy.records.record import Answered
-    from opal_deploy.run.results import read_records
+    from opal_deploy.run.directory import read_records
 
     records = [record for record in read_records(results) if isinstance(record, Answered)]
     answers, labels = [record.prediction.label for record in records], [record.label for record in records]
