@@ -9,8 +9,8 @@
 #
 # WHEELS: a folder with the wheels that this machine's Python lacks, each whole, or as `split` parts *.whl.part-aa, -ab, ...;
 #         "-" (the default) if nothing has to be installed. The step `requirements` lists in OUT/log what pyproject.toml asks
-#         for and is missing. Besides PyTorch, torchvision, onnx, onnxscript, SciPy, scikit-learn, matplotlib, pyarrow, psutil,
-#         nvidia-ml-py, cuda-bindings, cuda-pathfinder, pytest, pytest-timeout and hypothesis these are: orjson, simplejpeg,
+#         for and is missing. Besides PyTorch, torchvision, onnx, onnxscript, SciPy, scikit-learn, lightning-fabric, pyarrow, psutil,
+#         nvidia-ml-py, cuda-bindings, cuda-pathfinder, pytest, pytest-timeout and hypothesis these are: orjson,
 #         cykooz_resizer, tomli_w, ptflops; onnxruntime-gpu (without it all steps in ONNX Runtime fail, each in seconds); and
 #         for engines tensorrt_cu13 or tensorrt_rtx_cu13, each with its bindings and libs (the latter not for an H100).
 # OUT:    a folder (default gpu-results) for small files: log (every step with its time, its output and what to look at),

@@ -64,7 +64,7 @@ def demo(
         seed = secrets.randbelow(1 << 31) if seed is None else seed
         _show_quick(_Demo(context, out or Path("opal-demo-quick")), seed)
     else:
-        for package in ("torch", "torchvision", "timm", "matplotlib", "onnx", "onnxscript", "onnxruntime"):
+        for package in ("torch", "torchvision", "timm", "onnx", "onnxscript", "onnxruntime"):
             require(package, "all-cpu", "opal-deploy demo")
         _show_whole_job(_Demo(context, out or Path("opal-demo")), epochs, train_per_class, seed or 0)
     needs = "" if is_installed("torch") else f" (training needs: {install_command('all-cpu')})"
