@@ -19,16 +19,13 @@ TRITON_INSTALLED := $(TRITON_VENV)/.installed
 RUNTIMES_VENV := .venv-runtimes
 RUNTIMES_INSTALLED := $(RUNTIMES_VENV)/.installed
 
-# CaBRNet, whose PIP-Net and ProtoPNet the exported files are compared with; everything else comes from .venv
-CABRNET_VENV := .venv-cabrnet
-CABRNET_INSTALLED := $(CABRNET_VENV)/.installed
 
 # ONNX Runtime Web, which `export --web` copies and tests run in Chromium, axe, which looks for what keeps people with
 # disabilities from using a page, and pyright, which checks types as many editors do
 ORT_WEB := .ort-web
 ORT_WEB_INSTALLED := $(ORT_WEB)/.installed
 
-.PHONY: help demo quick-model triton-venv ort-web test test-runtimes test-cabrnet test-all test-image test-image-gpu tutorial dist check docs format clean
+.PHONY: help demo quick-model triton-venv ort-web test test-runtimes test-all test-image test-image-gpu tutorial dist check docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,7 +34,6 @@ help:
 	@echo "make test      the tests (about 15 minutes on 2 cores)"
 	@echo "make triton-venv  tritonserver for the tests that start one (Linux on x86_64; 60 MB)"
 	@echo "make ort-web   ONNX Runtime Web, axe and pyright by npm, for tests (200 MB)"
-	@echo "make test-cabrnet   exported PIP-Net and ProtoPNet files, compared with CaBRNet itself (5 minutes)"
 	@echo "make test-runtimes  exported files in ten runtimes, compared with the table in the documentation (8 minutes)"
 	@echo "make test-all  the slow tests too, and those that ask the package index"
 	@echo "make check     ruff, mypy, import-linter, the length of the documentation, and the size of the code"
@@ -86,18 +82,6 @@ $(RUNTIMES_INSTALLED): $(INSTALLED)
 test-runtimes: $(RUNTIMES_INSTALLED) $(ORT_WEB_INSTALLED)
 	PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python tests/runtimes/compare.py $(ARGUMENTS)
 
-$(CABRNET_INSTALLED): $(INSTALLED)
-	@$(BIN)/python -m venv --clear --without-pip $(CABRNET_VENV)
-	@$(BIN)/python -m pip --python $(CABRNET_VENV)/bin/python install --quiet --disable-pip-version-check --no-deps \
-	  'cabrnet==1.2' loguru thop captum graphviz tqdm gradio onnx_graphsurgeon opencv-python-headless py-cpuinfo optuna \
-	  pacmap zenodo-get
-	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-	  > "$$($(CABRNET_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
-	@touch $@
-
-test-cabrnet: $(CABRNET_INSTALLED)
-	PYTHONPATH=. OMP_NUM_THREADS=2 $(CABRNET_VENV)/bin/python tests/cabrnet/compare.py
-
 $(ORT_WEB_INSTALLED): opal_deploy/web/site.py Makefile | $(INSTALLED)
 	@npm install --silent --no-audit --no-fund --no-save --prefix $(ORT_WEB) \
 	  "$$($(BIN)/python -c 'from opal_deploy.web.site import ORT_WEB; print(ORT_WEB)')" axe-core@4.11.0 \
@@ -120,7 +104,7 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED) $(TRITON_INSTALLED) $(ORT_WEB_INSTALLED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu"
-	@$(MAKE) --no-print-directory test-runtimes test-cabrnet
+	@$(MAKE) --no-print-directory test-runtimes
 	@if command -v buildah debootstrap >/dev/null; then $(MAKE) --no-print-directory test-image test-image-gpu; \
 	else echo "Left out: test-image and test-image-gpu, which need buildah and debootstrap"; fi
 
