@@ -70,7 +70,6 @@ class ModelEvaluation:
         randomisation: where the evidence lies when weights are shuffled.
         interventions: whether the evidence names the parts that matter.
         baseline: of the answers to validation images, for `--record`.
-        out: the folder of the written file.
     """
 
     path: Path
@@ -87,7 +86,6 @@ class ModelEvaluation:
     randomisation: Randomisation | None = None
     interventions: Interventions | None = None
     baseline: Baseline | None = None
-    out: Path | None = None
 
     @property
     def metrics(self) -> Evaluation:
@@ -138,8 +136,7 @@ def measure_model(model: StrPath | Model, data: Path, options: EvaluateOptions) 
     inputs = read_inputs(data, path, session.metadata, options)
     if out is not None:
         _create_folder(out)
-    measured = replace(_measure(path, session, inputs, options), out=out)
-    measured = _measure_evidence(measured, session, inputs, options)
+    measured = _measure_evidence(_measure(path, session, inputs, options), session, inputs, options)
     if options.record:
         options.log(_record(measured, inputs.data))
         if measured.baseline is not None:
