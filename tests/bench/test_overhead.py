@@ -164,6 +164,16 @@ def test_an_altered_figure_fails(table, cell, text, line):
     assert lines[-1].startswith(f"{line}: {cell}: printed")
 
 
+def test_a_bound_holds_below_it_only(table):
+    largest = summarise(table)["linear", "paper"][1]
+    paper = read_reduced()
+    paper["cells"], paper["disputed"] = {"percentages.linear_gflops_below": f"{largest + 0.001:.3f}"}, {}
+    check_paper(table, paper, lambda _: None)
+    paper["cells"] = {"percentages.linear_gflops_below": f"{largest - 0.001:.3f}"}
+    with pytest.raises(VerificationError, match="below"):
+        check_paper(table, paper, lambda _: None)
+
+
 # the command ----------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.evaluation.cells import (
+    GradCam,
     blur_image,
     build_rankings,
     measure_effective_field,
@@ -21,9 +22,10 @@ from opal_deploy.evaluation.cells import (
 )
 from opal_deploy.evaluation.session import choose_samples
 from opal_deploy.model.backbones import Backbone
-from opal_deploy.model.config import NetworkConfig
+from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.model.receptive_field import compute_receptive_field
+from opal_deploy.preprocess.resize import normalise
 from opal_deploy.synthetic import example_images
 
 METADATA = Metadata(
@@ -110,6 +112,29 @@ def test_a_blur_keeps_the_mean_colour():
     assert blurred.dtype == np.uint8
     assert blurred.mean(axis=(0, 1)) == pytest.approx(smooth.mean(axis=(0, 1)), abs=2.5)
     assert (blurred.std(axis=(0, 1)) < 0.5 * smooth.std(axis=(0, 1))).all()
+
+
+def test_grad_cam_is_the_gradients_mean_times_the_features():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = NetworkConfig("shufflenet_v2_x0_5", 3, (64, 64), HeadConfig(prototypes_per_class=2))
+        network = OpalNetwork(config).eval()
+    images = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), dtype=np.uint8)
+    classes = np.array([2, 0])
+    heat_map = GradCam(network)(images, classes)
+
+    assert heat_map.shape == (2, 4)
+    # in double precision, from the whole Jacobian
+    with torch.no_grad():
+        features = network.backbone(torch.from_numpy(normalise(images, METADATA.mean, METADATA.std))).double()
+    head = network.head.double()
+    for row, class_id in enumerate(classes):
+        point = features[row : row + 1].clone().requires_grad_()
+        jacobian = torch.autograd.functional.jacobian(
+            lambda x, c=class_id: head.classify(head.pool(head.attend(head.projection(x))))[0, c], point
+        )
+        expected = (jacobian.mean(dim=(2, 3), keepdim=True) * features[row : row + 1]).sum(1).flatten()
+        assert heat_map[row] == pytest.approx(expected.numpy(), rel=1e-3, abs=1e-6)
 
 
 STRIDE = 8
