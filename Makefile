@@ -120,7 +120,7 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED) $(TRITON_INSTALLED) $(ORT_WEB_INSTALLED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu"
-	@$(MAKE) --no-print-directory test-runtimes test-cabrnet
+	@$(MAKE) --no-print-directory test-runtimes
 	@if command -v buildah debootstrap >/dev/null; then $(MAKE) --no-print-directory test-image test-image-gpu; \
 	else echo "Left out: test-image and test-image-gpu, which need buildah and debootstrap"; fi
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from opal_deploy.auditing.verify import Verification, verify
     from opal_deploy.editing.api import EditResult, edit_model
     from opal_deploy.evaluation.api import evaluate_model
-    from opal_deploy.evaluation.result import ModelEvaluation
+    from opal_deploy.evaluation.measure import ModelEvaluation
     from opal_deploy.export.api import export_engines, export_model, export_triton, export_web
     from opal_deploy.export.plan import ExportResult
     from opal_deploy.records.record import Answer, Answered, Failed, Record, Slot, json_schema
@@ -108,7 +108,7 @@ _LAZY = {
     "auditing.verify": ("Verification", "verify"),
     "editing.api": ("EditResult", "edit_model"),
     "evaluation.api": ("evaluate_model",),
-    "evaluation.result": ("ModelEvaluation",),
+    "evaluation.measure": ("ModelEvaluation",),
     "export.api": ("export_engines", "export_model", "export_triton", "export_web"),
     "export.plan": ("ExportResult",),
     "api.model": ("Model", "load"),

@@ -152,7 +152,7 @@ import onnx
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import TOP_OUTPUTS
-from opal_deploy.bench.networks import build_random_network, update_batch_norms, write_engine, write_onnx
+from opal_deploy.bench.networks import build_random_network, update_batch_norms, write_model
 from opal_deploy.errors import OpalError
 from opal_deploy.export.graph_edit import add_top_outputs
 from opal_deploy.model.checkpoint import save
@@ -164,7 +164,9 @@ for name in names:
     # with random weights alone all cells tie, and half precision overflows in deep networks
     update_batch_norms(network.checkpoint.network, example_images(16, 224, 224))
     save(folder / f"{name}.pt", network.checkpoint)
-    written = write_onnx(network, precision, folder / f"{name}.onnx")
+    (folder / name).mkdir()
+    write_model(network, precision, folder / name).rename(folder / f"{name}.onnx")
+    written = onnx_file.read_metadata(folder / f"{name}.onnx")
     # the same as `export --outputs topk` makes it: a graph that lists its five best classes
     top = add_top_outputs(onnx.load(folder / f"{name}.onnx"), written.class_map, 5)
     kept = [value for value in top.graph.output if value.name in TOP_OUTPUTS]
@@ -173,9 +175,8 @@ for name in names:
     metadata = replace(written, outputs=TOP_OUTPUTS, top_k=5, file_sha256=onnx_file.BLANK_DIGEST)
     onnx_file.write_model(top, metadata, folder / f"{name}.topk.onnx")
     onnx_file.embed_digest(folder / f"{name}.topk.onnx")
-    (folder / name).mkdir()
     try:
-        print(write_engine(network.checkpoint, precision, folder / name, random=False))
+        print(write_model(network, precision, folder / name, engine=True))
     except OpalError as error:
         print(f"{name}: no engine: {error}")
 PY
@@ -251,7 +252,7 @@ head_ratio() {
   done
   for name in "${two[@]}"; do
     step "head_${runtime}_$name" 75 "${opal[@]}" bench compare --head linear --head opal --backbone "$name" --device "$device" --batch "$batch" \
-      --runtime "$runtime" --channels-last --precision "$precision" "${graphs[@]}" "${pairs[@]}" --out "$results"
+      --runtime "$runtime" --precision "$precision" "${graphs[@]}" "${pairs[@]}" --out "$results"
   done
   look "head_*: ratio of OPAL's throughput to the linear head's; in_flight [3, 3] in ONNX Runtime. The paper counts 0.1005 GFLOPs" \
     "  for 200 classes beside resnet50's 4.13, 2.4 %: a ratio of 0.97 to 1. Softmax, maximum and cells read or write" \
@@ -265,10 +266,8 @@ nine_backbones() {
   for kind in eager onnxruntime; do
     [ "$kind" = eager ] && seconds=25 || seconds=45
     for name in "${nine[@]}"; do
-      local layout=()
-      [ "$kind" != eager ] || layout=(--channels-last)
       step "nine_${kind}_$name" "$seconds" "${opal[@]}" bench throughput --backbone "$name" --runtime "$kind" --precision "$precision" \
-        "${layout[@]}" --device "$device" --batch "$batch" "${quick[@]}" --out "$results"
+        --device "$device" --batch "$batch" "${quick[@]}" --out "$results"
     done
   done
   look "nine_*: fp16 resnet50 below 75,000 images/s on an H100 and 107,000 on an H200, where each layer reads and writes memory" \
@@ -280,8 +279,8 @@ rest() {
   local name
   for name in "${two[@]}"; do
     step "latency_$name" 40 "${opal[@]}" bench latency --backbone "$name" --runtime onnxruntime --runtime eager \
-      --channels-last --precision "$precision" --device "$device" --batch 1 "${quick[@]}" --out "$results"
-    step "compile_$name" 75 "${opal[@]}" bench latency --backbone "$name" --runtime "$runtime" --channels-last \
+      --precision "$precision" --device "$device" --batch 1 "${quick[@]}" --out "$results"
+    step "compile_$name" 75 "${opal[@]}" bench latency --backbone "$name" --runtime "$runtime" \
       --precision "$precision" --device "$device" "${graphs[@]}" --batch "1,$batch" "${quick[@]}" --out "$results"
   done
   make_models

@@ -219,7 +219,7 @@ class Attack(Struct):
 
 
 class Randomisation(Struct):
-    """Shares of cells that stay, and that lie on a part, after all weights were shuffled (`evaluation.randomise`)."""
+    """Shares of cells that stay, and that lie on a part, after all weights were shuffled."""
 
     images: Count
     same_cell: Number

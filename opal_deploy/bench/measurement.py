@@ -97,14 +97,13 @@ def format_command_line(arguments: Sequence[str]) -> str:
 
 
 def head_name(head: Mapping[str, Any]) -> str:
-    """Return `opal`, `linear`, `plain`, or the active parts, from a head's configuration."""
+    """Return `opal`, `linear` or `plain`, from a head's configuration, or `variant` for one of an ablation."""
     if head.get("plain"):
         return "plain"
-    parts = [part for part in ("projection", "cws", "anchors") if head.get(part)]
-    pooling, distance = head.get("pooling"), head.get("distance", "l2")
-    if len(parts) == 3 and pooling == "max":
-        return "opal" if distance == "l2" else f"opal {distance}"
-    return "linear" if not parts and pooling == "avg" else "+".join([*parts, str(pooling)])
+    parts = [bool(head.get(part)) for part in ("projection", "cws", "anchors")]
+    if all(parts) and head.get("pooling") == "max" and head.get("distance", "l2") == "l2":
+        return "opal"
+    return "linear" if not any(parts) and head.get("pooling") == "avg" else "variant"
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,6 @@ from opal_deploy.runtime.session import Session
 if TYPE_CHECKING:
     from opal_deploy.bench.networks import NamedNetwork
 
-_PYTORCH = ("eager", "compile")
-
 
 @dataclass(frozen=True)
 class TimedModel:
@@ -45,16 +43,15 @@ class TimedModel:
 
 def list_setups(options: SweepOptions) -> list[SweepOptions]:
     """Return the options once for every runtime and precision; of several runtimes each keeps what it knows."""
-    several = len(options.runtime) > 1
     runtimes: tuple[Runtime, ...] = options.runtime or ("onnxruntime",)
     precisions: list[tuple[Precision, ...]] = [(precision,) for precision in options.precision] or [()]
+    several, graphs = len(runtimes) > 1, options.cuda_graphs
     return [
         replace(
             options,
             runtime=(runtime,),
             precision=precision,
-            channels_last=options.channels_last and (runtime in _PYTORCH or not several),
-            cuda_graphs=options.cuda_graphs and (runtime in ("compile", "tensorrt") or not several),
+            cuda_graphs=graphs and (runtime in ("compile", "tensorrt") or not several),
         )
         for runtime in runtimes
         for precision in precisions
@@ -98,25 +95,17 @@ def load_for_inference(path: Path, options: PipelineOptions) -> TimedModel:
 
 def _load_network(network: NamedNetwork, setup: SweepOptions) -> TimedModel:
     runtime, precision = setup.runtime[0], (setup.precision or ("fp32",))[0]
-    if setup.channels_last and runtime not in _PYTORCH:
-        raise UsageError(f"--channels-last applies only to eager and compile; {runtime} chooses its own layouts")
-    from opal_deploy.bench.networks import TorchGraphSession, write_engine, write_onnx
+    from opal_deploy.bench.networks import TorchGraphSession, write_model
 
-    if runtime in _PYTORCH:
+    if runtime in ("eager", "compile"):
         session = TorchGraphSession(network.checkpoint, setup, precision)
         return _describe(network, session, session.options, cuda_graphs=setup.cuda_graphs)
+    if runtime == "onnxruntime" and precision in ("bf16", "int8"):
+        raise UsageError(
+            f"ONNX Runtime in {precision} is timed from a file: `opal-deploy export` it, and give that file"
+        )
     with tempfile.TemporaryDirectory(prefix="opal-bench-") as folder:
-        path = Path(folder) / "timed.onnx"
-        if runtime == "tensorrt":
-            path = write_engine(network.checkpoint, precision, Path(folder), random=network.sha256 is None)
-        else:
-            write_onnx(network, precision, path)
-        try:
-            return _open_file(path, network, setup)
-        except UsageError as error:
-            if precision != "bf16" or isinstance(error, ArtifactError) or runtime == "tensorrt":
-                raise
-            raise UsageError("ONNX Runtime has no bfloat16 convolutions here; choose fp16, or tensorrt") from None
+        return _open_file(write_model(network, precision, Path(folder), engine=runtime == "tensorrt"), network, setup)
 
 
 def _open_file(path: Path, source: Path | NamedNetwork, setup: SweepOptions) -> TimedModel:

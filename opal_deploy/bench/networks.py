@@ -1,7 +1,7 @@
 """PyTorch networks to measure, their sessions, and the temporary ONNX files and engines made from them.
 
 A network comes from a checkpoint, or from a backbone with random weights and one of the heads. Its files are what the
-exporter writes, but unverified: verification takes long and does not affect speed. Their metadata says so.
+exporter writes, but unverified: verification takes long and does not affect speed.
 """
 
 from __future__ import annotations
@@ -10,27 +10,21 @@ import copy
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import onnx
 import torch
 
-from opal_deploy.artifact import onnx_file
-from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.bench.options import SweepOptions
 from opal_deploy.errors import StoppedEarly, UsageError, first_line
 from opal_deploy.export.builder import choose_engine_targets
-from opal_deploy.export.checkpoint_source import CheckpointSource, ExportGraph, trace
+from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.exporter import export
 from opal_deploy.export.images import Pixels
-from opal_deploy.export.int8 import to_int8
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.plan import EngineTargets, plan_export
-from opal_deploy.export.precision import to_bf16, to_fp16
 from opal_deploy.model import backbones
 from opal_deploy.model.checkpoint import Checkpoint, build_metadata, load
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig, NetworkConfig
@@ -42,7 +36,6 @@ from opal_deploy.runtime.session import ImageBatch, check_batch
 from opal_deploy.runtime.torch_session import torch_device
 from opal_deploy.synthetic import example_images
 
-_CONVERTERS = {"fp16": to_fp16, "bf16": to_bf16}
 # torch.compile compiles every batch size of every network separately
 _MAX_RECOMPILATIONS = 1024
 
@@ -54,14 +47,6 @@ class NamedNetwork:
     name: str
     checkpoint: Checkpoint
     sha256: str | None = None
-
-    @cached_property
-    def exported(self) -> tuple[onnx.ModelProto, Metadata]:
-        """The exported graph in float32, with uint8 images and every output that its head has; tracing takes long."""
-        metadata = build_metadata(self.checkpoint)
-        graph = ExportGraph(self.checkpoint.network, "uint8", metadata.mean, metadata.std)
-        metadata = replace(metadata, outputs=graph.output_names, verification={"skipped": "made to be timed"})
-        return trace(graph), replace(metadata, exporter={"torch": torch.__version__, "activations": "uint8"})
 
 
 def load_checkpoint_network(path: Path) -> NamedNetwork:
@@ -118,45 +103,34 @@ def update_batch_norms(network: OpalNetwork, images: Pixels) -> None:
     network.eval()
 
 
-def write_onnx(network: NamedNetwork, precision: str, path: Path) -> Metadata:
-    """Write a network as an ONNX file with all outputs of its head; int8 is calibrated on generated creatures."""
-    if precision not in ("fp32", "int8", *_CONVERTERS):
-        raise UsageError(f"ONNX files have no precision {precision}: expected fp32, fp16, bf16, int8")
-    model, metadata = network.exported
-    metadata = replace(metadata, precision=precision)  # type: ignore[arg-type]  # checked above
-    if precision == "int8":
-        model = to_int8(model, example_images(8, *metadata.input_size), metadata)
-    elif precision != "fp32":
-        model = _CONVERTERS[precision](model)
-    onnx_file.write_model(model, metadata, path)
-    return replace(metadata, file_sha256=onnx_file.embed_digest(path))
-
-
-def write_engine(checkpoint: Checkpoint, precision: str, folder: Path, *, random: bool) -> Path:
-    """Write a network as an engine for this machine's GPU and return its path; UsageError without a GPU.
+def write_model(network: NamedNetwork, precision: str, folder: Path, *, engine: bool = False) -> Path:
+    """Export a network, unverified, to an ONNX file or to an engine for this machine's GPU; return its path.
 
     An engine must reproduce its test vectors before it runs. The outputs of random weights are nearly equal, which no
     lower precision reproduces, so their batch norms are adapted to images first.
+
+    Raises UsageError for a precision that the runtime does not have, or an engine without a GPU.
     """
-    driver = visible_driver()
-    if not driver.gpus:
-        raise UsageError(f"tensorrt: no GPU here ({driver.problem}); engines run on NVIDIA GPUs only")
     options = ExportOptions(verify=False, overwrite=True, precision=precision)  # type: ignore[arg-type]  # checked there
-    engines = EngineTargets(choose_engine_targets(options, driver), folder, driver)
-    if random:
-        checkpoint = copy.deepcopy(checkpoint)
-        images = example_images(16, *checkpoint.network.config.input_size)
-        update_batch_norms(checkpoint.network, images)
-    source = CheckpointSource(checkpoint, folder / "timed.pt")
-    return export(plan_export(source, options, engines)).engines[0].path
+    checkpoint, engines = network.checkpoint, None
+    if engine:
+        driver = visible_driver()
+        if not driver.gpus:
+            raise UsageError(f"tensorrt: no GPU here ({driver.problem}); engines run on NVIDIA GPUs only")
+        engines = EngineTargets(choose_engine_targets(options, driver), folder, driver)
+        if network.sha256 is None:
+            checkpoint = copy.deepcopy(checkpoint)
+            update_batch_norms(checkpoint.network, example_images(16, *checkpoint.network.config.input_size))
+    result = export(plan_export(CheckpointSource(checkpoint, folder / "timed.pt"), options, engines))
+    return result.engines[0].path if engine else result.onnx[0].path
 
 
 class TorchGraphSession:
     """A network as it is exported (docs/contract.md), run by PyTorch in any precision, eager or compiled.
 
     `runtime.torch_session` is float32 and returns more than an exported file does. Compiled, the weights are frozen.
-    Autotuning is off: it multiplies the minutes of compiling, and its gain was never measured on a GPU here. `options`
-    are the layout and torch.compile's options in words.
+    Convolutions run as NHWC on a GPU. Autotuning is off: it multiplies the minutes of compiling, and its gain was never
+    measured on a GPU here. `options` are torch.compile's options in words.
     """
 
     def __init__(self, checkpoint: Checkpoint, setup: SweepOptions, precision: str) -> None:
@@ -170,13 +144,13 @@ class TorchGraphSession:
             torch.set_num_threads(setup.threads)
         self.threads, self.metadata = torch.get_num_threads(), build_metadata(checkpoint)
         graph = build_inference_graph(
-            checkpoint.network, self.metadata.mean, self.metadata.std, precision, channels_last=setup.channels_last
+            checkpoint.network, self.metadata.mean, self.metadata.std, precision, channels_last=self.device != "cpu"
         ).to(self._device)
         self._run: Any = graph
         self._names = graph.output_names
         self._compiled = setup.runtime == ("compile",)
         self._cuda_graphs = setup.cuda_graphs and self._compiled and self.device != "cpu"
-        words = "freezing" * self._compiled, "CUDA graphs" * self._cuda_graphs, "NHWC" * setup.channels_last
+        words = "freezing" * self._compiled, "CUDA graphs" * self._cuda_graphs
         self.options = ", ".join(filter(None, words))
         self.description = f"PyTorch {torch.__version__} {setup.runtime[0]} on {self.device}, {precision}"
         if self._compiled:

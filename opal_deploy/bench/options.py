@@ -17,7 +17,7 @@ Precision = Literal["fp32", "tf32", "fp16", "bf16", "int8"]
 _model, _timing = partial(Option, panel="Model"), partial(Option, panel="Timing")
 _HEAD = "Head of --backbone: opal, linear (the paper's), or plain (the network's own classifier); repeatable."
 _RUNTIME = "Runtime of checkpoints and --backbone: onnxruntime, eager, compile, tensorrt; repeatable."
-_PRECISION = "Precision of checkpoints and --backbone: fp32, tf32, fp16, bf16, int8; repeatable."
+_PRECISION = "Precision of checkpoints and --backbone: fp32, tf32, fp16, bf16; repeatable."
 
 
 def parse_counts(option: str, text: str) -> tuple[int, ...]:
@@ -79,7 +79,6 @@ class SweepOptions(BackboneOptions):
     threads: Threads = None
     runtime: Annotated[tuple[Runtime, ...], _timing(_RUNTIME, cli=list[str], default="onnxruntime")] = ()
     precision: Annotated[tuple[Precision, ...], _timing(_PRECISION, cli=list[str], default="fp32")] = ()
-    channels_last: Annotated[bool, _timing("Run PyTorch's convolutions as NHWC.")] = False
     cuda_graphs: Annotated[bool, _timing("Replay kernels as CUDA graphs (engines, and compile on a GPU).")] = False
     batch: Batches = (1,)
     warmup: Annotated[float, _timing("Minimum warm-up in seconds.", min=0)] = 1.0

@@ -11,7 +11,7 @@ from opal_deploy.options import StrPath, keywords
 
 if TYPE_CHECKING:
     from opal_deploy.api.model import Model
-    from opal_deploy.evaluation.result import ModelEvaluation
+    from opal_deploy.evaluation.measure import ModelEvaluation
 
 
 @keywords(EvaluateOptions)

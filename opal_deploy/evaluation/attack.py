@@ -5,9 +5,8 @@ the rest: random ones, and those that projected gradient descent (PGD, Madry et 
 of the scores in the answer. Each is measured in two regions: outside the boxes, and outside the pixels that a cell sees
 (`receptive_field`). Pixels are whole numbers throughout, so every changed image could be a file.
 
-The figures of the strongest score are those of Sacha et al., "Interpretability benchmark for evaluating spatial
-misalignment of prototypical parts explanations" (AAAI 2024): PAC, by how much it drops, and PLC, how much of the area
-of its largest tenth moves.
+By how much the strongest score drops is PAC of Sacha et al., "Interpretability benchmark for evaluating spatial
+misalignment of prototypical parts explanations" (AAAI 2024).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from opal_deploy.artifact.heads import find_contributions, find_strongest, find_
 from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import Sample
-from opal_deploy.evaluation.cells import GradCam, find_edges
+from opal_deploy.evaluation.cells import find_edges
 from opal_deploy.evaluation.metrics import Figures, Mean, format_rows, mean_with_interval
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.session import photographs
@@ -36,13 +35,9 @@ from opal_deploy.runtime.session import ImageBatch
 LEVELS, STEPS = 6, 20
 BOXES, FIELD = "outside the boxes", "outside what the cells see"
 NOISE, PGD = "random", "PGD"
-# strongest cells of Grad-CAM that count as the boxes of a model without prototypes
-_GRAD_CAM_CELLS = 5
-# the share of a map that is its area in PLC
-_LARGEST = 0.1
 _BATCH = 8
-# first word of the seeds: a stream of its own
-_STREAM = 15
+# first words of the seeds: a stream of its own
+_STREAM = (15, 0)
 
 
 @dataclass(frozen=True)
@@ -53,10 +48,8 @@ class Outside(Figures):
     method: str  # `NOISE` or `PGD`
     images: int
     area: float  # mean share of an image's pixels that may change, 0 ... 1
-    # the next three are None without prototypes
-    score_drop: Mean | None  # relative drop of the strongest score (PAC)
-    area_moved: Mean | None  # share of its largest tenth's area that moves (PLC), 1 - intersection over union
-    cells_moved: Mean | None  # share of the answer's cells that move
+    score_drop: Mean  # relative drop of the strongest score (PAC)
+    cells_moved: Mean  # share of the answer's cells that move
     kept: Mean  # share of images that get the same answer
 
 
@@ -68,7 +61,6 @@ class Attack(Figures):
     levels: int  # the largest change, in grey levels of 255
     margin: int  # pixels around a box that stay as they are, too
     steps: int  # of PGD
-    seed: int
     outside: list[Outside]
 
 
@@ -77,7 +69,7 @@ class _Answer:
     """A network's answers to n images, and the cells of their evidence."""
 
     classes: Tensor  # int64 [n], predicted
-    channels: Tensor | None  # int64 [n, k], of the slots in the answer, the strongest first; None without prototypes
+    channels: Tensor  # int64 [n, k], of the slots in the answer, the strongest first
     listed: Tensor  # bool [n, k], whether there is such a slot
     cells: Tensor  # int64 [n, k], flat cells of the evidence
 
@@ -87,7 +79,7 @@ class Attacker:
 
     Args:
         network: left in evaluation mode; computes on its device.
-        metadata: of the same model.
+        metadata: of the same model, whose evidence is single cells.
         margin: pixels around a box that must not change.
         field: of the cells; None or without an effective field leaves out the region `FIELD`.
     """
@@ -100,25 +92,24 @@ class Attacker:
         self._mean, self._std = (
             torch.tensor(values, device=self._device).reshape(1, 3, 1, 1) for values in (metadata.mean, metadata.std)
         )
-        self._heat_map = None if metadata.evidence == "exact" else GradCam(network)
 
-    def measure(self, images: ImageBatch, seeds: Sequence[Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    def measure(self, images: ImageBatch, indices: Sequence[int]) -> dict[tuple[str, str], dict[str, Any]]:
         """Return figures per image, float64 [n'], by region and method, for images uint8 [n, H0, W0, 3].
 
-        The n' images are those with pixels in the region. Figures are the fields of `Outside`; without prototypes only
-        `area` and `kept`.
+        The n' images are those with pixels in the region. Figures are the fields of `Outside`.
 
         Args:
-            seeds: one per image, of its random changes.
+            indices: of the images in the split, on which their random changes depend.
         """
         clean = torch.from_numpy(images).permute(0, 3, 1, 2).float().to(self._device)
         with torch.no_grad():
             before = self._explain(clean)
-        answer, measured = self._find_answer(images, before), {}
+        answer, measured = self._find_answer(before), {}
         for region, free in self._find_regions(answer).items():
             has_some = free.flatten(1).any(1)
             drawn = [
-                np.random.default_rng((_STREAM, *seed)).integers(-LEVELS, LEVELS + 1, clean.shape[1:]) for seed in seeds
+                np.random.default_rng((*_STREAM, index)).integers(-LEVELS, LEVELS + 1, clean.shape[1:])
+                for index in indices
             ]
             noisy = (clean + torch.from_numpy(np.stack(drawn)).to(self._device) * free).clamp(0, 255)
             attacked = self._descend(clean, self._objective(before, answer), noisy, free, answer)
@@ -133,12 +124,9 @@ class Attacker:
         """Return the head's outputs for pixels 0 ... 255, float32 [n, 3, H0, W0]."""
         return self._network.explain((pixels / 255 - self._mean) / self._std)
 
-    def _find_answer(self, images: ImageBatch, before: Any) -> _Answer:
+    def _find_answer(self, before: Any) -> _Answer:
         classes = before.logits.argmax(1)
         predicted = classes.cpu().numpy()
-        if self._heat_map is not None:
-            peaks = torch.from_numpy(self._heat_map(images, predicted)).topk(_GRAD_CAM_CELLS, dim=1).indices
-            return _Answer(classes, None, torch.ones_like(peaks).bool().to(self._device), peaks.to(self._device))
         metadata, class_map = self._metadata, self._metadata.class_map
         kept = class_map.kept[predicted]
         values = class_map.take(find_values(before.scores.cpu().numpy(), metadata), predicted)
@@ -180,38 +168,21 @@ class Attacker:
         return best
 
     def _objective(self, outputs: Any, answer: _Answer) -> Tensor:
-        """Return what PGD minimises, [n]: the mean of the answer's scores, or without scores the logit's lead."""
-        objective: Tensor
-        if answer.channels is not None:
-            scores = outputs.scores.gather(1, answer.channels)
-            objective = (scores * answer.listed).sum(1) / answer.listed.sum(1)
-        else:
-            own = answer.classes[:, None]
-            others = outputs.logits.scatter(1, own, -torch.inf).amax(1)
-            objective = outputs.logits.gather(1, own)[:, 0] - others
+        """Return what PGD minimises, the mean of the answer's scores: [n]."""
+        scores = outputs.scores.gather(1, answer.channels) * answer.listed
+        objective: Tensor = scores.sum(1) / answer.listed.sum(1)
         return objective
 
     def _compare(self, before: Any, changed: Tensor, answer: _Answer) -> dict[str, Tensor]:
         with torch.no_grad():
             after = self._explain(changed)
         figures = {"kept": after.logits.argmax(1) == answer.classes}
-        if answer.channels is None:
-            return figures
         strongest = answer.channels[:, :1]
         old, new = (outputs.scores.gather(1, strongest)[:, 0] for outputs in (before, after))
         figures["score_drop"] = (old - new) / old.abs().clamp_min(1e-12)
         cells = after.argmax.long().gather(1, answer.channels)
         figures["cells_moved"] = ((cells != answer.cells) & answer.listed).sum(1) / answer.listed.sum(1)
-        first, second = (self._find_area(outputs.attention, strongest[:, 0]) for outputs in (before, after))
-        figures["area_moved"] = 1 - (first & second).sum(1) / (first | second).sum(1)
         return figures
-
-    def _find_area(self, attention: Tensor, channels: Tensor) -> Tensor:
-        """Return the pixels of the largest tenth of one channel's map, upsampled: bool [n, H0 * W0]."""
-        maps = attention[torch.arange(len(channels), device=self._device), channels][:, None]
-        larger = torch.nn.functional.interpolate(maps, self._metadata.input_size, mode="bilinear").flatten(1)
-        largest = larger.topk(max(1, round(_LARGEST * larger.shape[1])), dim=1).indices
-        return torch.zeros_like(larger, dtype=torch.bool).scatter(1, largest, True)
 
 
 def outside_boxes(
@@ -253,7 +224,7 @@ def measure_attack(
 ) -> Attack:
     """Attack the images of some samples; see this module and `Attacker`.
 
-    `chosen`: indices of the samples that are measured; random changes depend on seed and index only.
+    `chosen`: indices of the samples that are measured.
     """
     attacker = Attacker(network, metadata, options.attack_margin, field)
     measured: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -261,19 +232,16 @@ def measure_attack(
         lambda pixels: None, samples, metadata.input_size, chosen=chosen, boxes=options.boxes, batch=_BATCH,
         progress=progress, note="attacking",
     ):  # fmt: skip
-        for key, figures in attacker.measure(images.pixels, [(options.seed, i) for i in images.indices]).items():
+        for key, figures in attacker.measure(images.pixels, images.indices).items():
             measured.setdefault(key, []).append(figures)
     outside = []
     for (region, method), parts in measured.items():
         values = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        if len(values["kept"]):
-            means = {
-                name: mean_with_interval(values[name]) if name in values else None
-                for name in ("score_drop", "area_moved", "cells_moved")
-            }
-            kept, area = mean_with_interval(values["kept"]), float(values["area"].mean())
-            outside.append(Outside(region, method, len(values["kept"]), area, kept=kept, **means))
-    return Attack(len(chosen), LEVELS, options.attack_margin, STEPS, options.seed, outside)
+        if count := len(values["kept"]):
+            area = float(values.pop("area").mean())
+            means = {name: mean_with_interval(column) for name, column in values.items()}
+            outside.append(Outside(region, method, count, area, **means))
+    return Attack(len(chosen), LEVELS, options.attack_margin, STEPS, outside)
 
 
 def format_attack(attack: Attack) -> Iterator[str]:
@@ -283,5 +251,5 @@ def format_attack(attack: Attack) -> Iterator[str]:
         f"or more from a box; {attack.images} images, PGD of {attack.steps} steps"
     )
     titles = {"region": "changed", "method": "how", "area": "of the image", "score_drop": "score drops"}
-    titles |= {"area_moved": "area moves", "cells_moved": "cells move", "kept": "same answer"}
+    titles |= {"cells_moved": "cells move", "kept": "same answer"}
     yield from format_rows(attack.outside, titles)

@@ -23,7 +23,7 @@ from opal_deploy.evaluation.metrics import Figures
 MIN_IMAGES = 50
 # the temperatures among which the best is sought
 _LOWEST, _HIGHEST = 1e-4, 1e4
-_RESAMPLES = 1_000
+_SIMULATIONS = 1_000
 # values drawn at a time, which bounds the memory with many images
 _MAX_DRAWN = 1 << 21
 
@@ -100,8 +100,6 @@ class CalibrationError(Figures):
     temperature: float
     nll: float  # mean of -log(probability of the label), in nats
     ece: float  # expected calibration error of the predicted class's probability, 0 ... 1
-    low: float  # low, high: 95 % confidence interval of `ece`, basic bootstrap over images
-    high: float
     ece_perfect: float  # see `perfect_calibration_error`
     mean_probability: float  # of the predicted class, 0 ... 1; equals the accuracy if calibrated
     bins: int = NUM_BINS
@@ -110,28 +108,15 @@ class CalibrationError(Figures):
 def measure_calibration(logits: FloatArray, labels: NDArray[np.int64], temperature: float) -> CalibrationError:
     """Measure the calibration of softmax(logits / temperature) on labelled images.
 
-    The interval is the basic bootstrap's (2 * estimate - quantiles): a sample's error exceeds the population's by
-    chance, a resample's the sample's, and percentiles would double that bias. It is cut at 0 and widened to hold the
-    estimate.
-
     Args:
         logits: [N, C], N at least 1, finite.
         labels: [N], class indices.
         temperature: over 0.
     """
-    from scipy.stats import bootstrap
-
     predicted, nll = _compute_probabilities(logits, labels, temperature)
-    correct = logits.argmax(axis=1) == labels
-    estimate = low = high = expected_calibration_error(predicted, correct)
-    if len(labels) > 1:
-        interval = bootstrap(
-            (predicted, correct), expected_calibration_error, paired=True, vectorized=True, n_resamples=_RESAMPLES,
-            batch=max(_MAX_DRAWN // len(labels), 1), method="basic", rng=np.random.default_rng(0),
-        ).confidence_interval  # fmt: skip
-        low, high = max(float(interval.low), 0.0), max(float(interval.high), estimate)
+    error = expected_calibration_error(predicted, logits.argmax(axis=1) == labels)
     perfect = perfect_calibration_error(predicted)
-    return CalibrationError(temperature, nll, estimate, low, high, perfect, float(predicted.mean()))
+    return CalibrationError(temperature, nll, error, perfect, float(predicted.mean()))
 
 
 @dataclass(frozen=True)
@@ -179,9 +164,8 @@ def format_calibration(figures: CalibrationFigures, metadata: Metadata) -> Itera
         yield f"calibration: {why}"
         return
     yield (
-        f"expected calibration error {error.ece:.1%} [{100 * error.low:.1f}, {100 * error.high:.1f}] (perfectly "
-        f"calibrated: {error.ece_perfect:.1%}); mean probability {error.mean_probability:.1%}, accuracy "
-        f"{figures.accuracy:.1%} on {figures.images:,} images"
+        f"expected calibration error {error.ece:.1%} (perfectly calibrated: {error.ece_perfect:.1%}); mean probability "
+        f"{error.mean_probability:.1%}, accuracy {figures.accuracy:.1%} on {figures.images:,} images"
     )
 
 
@@ -196,9 +180,7 @@ def _compute_probabilities(
     return predicted, float((gaps / temperature - np.log(predicted)).mean())
 
 
-def expected_calibration_error(
-    probabilities: DoubleArray, correct: NDArray[np.bool_], axis: int = -1, num_bins: int = NUM_BINS
-) -> Any:
+def expected_calibration_error(probabilities: DoubleArray, correct: NDArray[np.bool_], num_bins: int = NUM_BINS) -> Any:
     """Return the expected calibration error with bins of equal mass, 0 ... 1: a float, or float64 [...].
 
     The N images are sorted by the probability of their predicted class and cut into `num_bins` bins of equal size (the
@@ -209,7 +191,6 @@ def expected_calibration_error(
     Args:
         probabilities: [..., N].
         correct: bool [..., N], whether the prediction is the label.
-        axis: that of the images; the last.
     """
     order = np.argsort(probabilities, axis=-1, kind="stable")
     gaps = np.take_along_axis(probabilities - correct, order, axis=-1)
@@ -229,7 +210,7 @@ def perfect_calibration_error(probabilities: DoubleArray) -> float:
     """
     sizes, generator, errors = np.sort(probabilities), np.random.default_rng(0), []
     step = max(_MAX_DRAWN // len(sizes), 1)
-    for first in range(0, _RESAMPLES, step):
-        correct = generator.random((min(step, _RESAMPLES - first), len(sizes))) < sizes
+    for first in range(0, _SIMULATIONS, step):
+        correct = generator.random((min(step, _SIMULATIONS - first), len(sizes))) < sizes
         errors.append(expected_calibration_error(np.broadcast_to(sizes, correct.shape), correct))
     return float(np.concatenate(errors).mean())

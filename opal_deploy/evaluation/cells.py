@@ -22,7 +22,7 @@ from opal_deploy.artifact.measurements import ENERGY_SHARE, ReceptiveField
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
-from opal_deploy.evaluation.session import choose_samples, prepared_batches
+from opal_deploy.evaluation.session import choose_samples, load_pixels
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.model.receptive_field import compute_receptive_field
 from opal_deploy.preprocess.resize import normalise
@@ -31,8 +31,8 @@ from opal_deploy.runtime.session import ImageBatch
 CONTRIBUTION, RANDOM, GRAD_CAM = "contribution", "random", "grad-cam"
 RANKINGS = (CONTRIBUTION, RANDOM, GRAD_CAM)
 
-# first word of the seeds of random cells
-_STREAM = 11
+# first words of the seeds of random cells
+_STREAM = (11, 0)
 
 # of an effective field: on cub_mini with a ResNet-18 at stride 16, 12, 24 and 48 images gave sides of 66, 66, 64 pixels
 _IMAGES = 16
@@ -42,8 +42,8 @@ _BATCH = 8
 ImageArray = NDArray[np.uint8]
 
 
-def evidence_cells(class_id: int, outputs: Outputs, row: int, metadata: Metadata) -> tuple[int, ...]:
-    """Return the different cells of a class's slots by their contribution to the class's cosine, the largest first.
+def sum_by_cell(class_id: int, outputs: Outputs, row: int, metadata: Metadata) -> dict[int, float]:
+    """Return the cells of a class's slots with their contribution to the class's cosine, the largest first.
 
     Slots that share a cell add up. For the Euclidean head this is the slots' `contribution`.
     """
@@ -56,7 +56,7 @@ def evidence_cells(class_id: int, outputs: Outputs, row: int, metadata: Metadata
     for cell, part in zip(outputs.argmax[row, channels].tolist(), parts.tolist(), strict=True):
         sums[cell] = sums.get(cell, 0.0) + part
     # a stable sort: of equal sums the first slot's cell
-    return tuple(sorted(sums, key=lambda cell: -sums[cell]))
+    return {cell: sums[cell] for cell in sorted(sums, key=lambda cell: -sums[cell])}
 
 
 def build_rankings(
@@ -65,7 +65,6 @@ def build_rankings(
     metadata: Metadata,
     foreground: NDArray[np.bool_],
     *,
-    seed: int,
     index: int,
     heat_map: NDArray[np.float32] | None = None,
 ) -> dict[str, tuple[int, ...]]:
@@ -77,11 +76,11 @@ def build_rankings(
 
     Args:
         foreground: bool [H * W].
-        index: of the image in the split; random cells depend on `seed` and `index` only.
+        index: of the image in the split, on which its random cells depend.
         heat_map: float32 [H * W], by Grad-CAM; None leaves that ranking out.
     """
-    evidence = evidence_cells(int(outputs.logits[row].argmax()), outputs, row, metadata)
-    shuffled = np.random.default_rng((_STREAM, seed, index)).permutation(len(foreground)).tolist()
+    evidence = tuple(sum_by_cell(int(outputs.logits[row].argmax()), outputs, row, metadata))
+    shuffled = np.random.default_rng((*_STREAM, index)).permutation(len(foreground)).tolist()
     others = [cell for cell in shuffled if foreground[cell] and cell not in evidence]
     rankings = {CONTRIBUTION: evidence, RANDOM: tuple(others[: len(evidence)])}
     if heat_map is not None:
@@ -148,9 +147,10 @@ def measure_receptive_field(network: OpalNetwork, samples: list[Sample], *, boxe
     field = compute_receptive_field(network.backbone, network.config.input_size)
     if network.config.head.evidence != "exact":
         return field
-    chosen = [samples[index] for index in choose_samples(samples, _IMAGES)]
-    batches = prepared_batches(chosen, network.config.input_size, boxes=boxes, batch=_BATCH)
-    return measure_effective_field(network, np.concatenate([pixels for pixels, _ in batches]), field)
+    chosen = choose_samples(samples, _IMAGES)
+    return measure_effective_field(
+        network, load_pixels(samples, network.config.input_size, chosen=chosen, boxes=boxes), field
+    )
 
 
 def measure_effective_field(network: OpalNetwork, images: NDArray[np.uint8], field: ReceptiveField) -> ReceptiveField:

@@ -1,4 +1,4 @@
-"""Faithfulness of the evidence: what removing the evidence cells changes, next to controls, and how stable cells are.
+"""Faithfulness of the evidence: what removing the evidence cells changes, next to controls.
 
 Everything here works on the model's input, uint8 [N, H0, W0, 3] before normalisation, through any session. A cell is
 removed by blurring its rectangle of the input; the figure is the cosine of the class predicted for the
@@ -8,21 +8,18 @@ remove as many other cells.
 
 from __future__ import annotations
 
-import io
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from opal_deploy.artifact.heads import find_totals
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
-from opal_deploy.evaluation.annotations import Annotations
 from opal_deploy.evaluation.cells import (
     CONTRIBUTION,
     GRAD_CAM,
@@ -34,6 +31,7 @@ from opal_deploy.evaluation.cells import (
     build_rankings,
     replace_cells,
 )
+from opal_deploy.evaluation.inputs import Annotations
 from opal_deploy.evaluation.metrics import Figures, Mean, format_columns, mean_with_interval
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.session import Photographs, photographs
@@ -43,9 +41,7 @@ from opal_deploy.runtime.session import Session
 # images measured together: each takes dozens of passes, which fill batches of their own
 _IMAGES_TOGETHER = 4
 FILL = "blur"
-_JPEG_QUALITY = 75
 NO_GRADIENTS = "an exported model has no gradients; give the checkpoint"
-FLIP = "horizontal flip"
 
 
 class Curve(NamedTuple):
@@ -53,7 +49,6 @@ class Curve(NamedTuple):
 
     deletion: NDArray[np.float64]  # [k + 1], cosine with the first 0, 1, ..., k cells removed
     class_kept: bool  # whether the class is still predicted with all k cells removed
-    evidence_share: float  # share of the k cells that are evidence, 0 ... 1
 
     def summarize(self, steps: int) -> tuple[float, float]:
         """Return the mean cosine over the first `steps` cells, small if the first ones matter most, and the drop."""
@@ -79,23 +74,11 @@ class RankingFigures(Figures):
     fill: str  # what removed cells are painted with
     ranking: str
     images: int
-    cells: float  # mean number of cells
     deletion: list[float]  # mean cosine after 0, 1, ..., m steps; an image with fewer cells keeps its last value
     deletion_area: Mean  # deletion_area, drop: see `Curve.summarize`
     drop: Mean
     class_kept: float  # share of images whose predicted class stays with all cells removed
-    evidence_share: float  # mean share of the cells that are evidence
     advantage: Advantage | None  # of the evidence over this ranking; None for the evidence itself
-
-
-@dataclass(frozen=True)
-class StabilityFigures(Figures):
-    """The stability of the predicted class's cells under one change of the images, as shares of its slots."""
-
-    change: str
-    same_cell: Mean
-    within_one_cell: Mean
-    same_class: float
 
 
 @dataclass(frozen=True)
@@ -108,11 +91,8 @@ class Faithfulness(Figures):
     different_cells: float  # mean number of different evidence cells per image, d
     random_control: str
     rankings: list[RankingFigures]
-    stability: list[StabilityFigures]
     # ranking -> why it is missing, or measured on fewer images, in one line
     unavailable: dict[str, str] = field(default_factory=dict)
-    seed: int = 0
-    confidence: float = 0.95
 
 
 def measure_faithfulness(
@@ -123,29 +103,25 @@ def measure_faithfulness(
     options: EvaluateOptions,
     *,
     heat_map: GradCam | None = None,
-    center: float = 0.5,
     progress: Progress = no_progress,
 ) -> Faithfulness:
-    """Measure deletion curves, controls and stability of one model.
+    """Measure deletion curves of one model and its controls.
 
     Args:
         chosen: indices of the images to measure, at least one.
         annotations: of the samples; the random control draws from cells that show the object.
         heat_map: Grad-CAM; None leaves that control out.
-        center: centre of a cell's receptive field, in cells from the corner of its box (`EffectiveField.center`).
 
     Raises:
         UsageError: an image cannot be used, or the model's logits are not finite.
     """
     metadata, slots = session.metadata, session.metadata.class_map.max_slots
     curves: list[dict[str, Curve]] = []
-    stabilities: list[NDArray[np.float64]] = []
     for images in photographs(
         lambda pixels: _run(session, pixels, options.batch), samples, metadata.input_size, chosen=chosen,
         annotations=annotations, boxes=options.boxes, batch=min(options.batch, _IMAGES_TOGETHER), progress=progress,
         note="removing cells",
     ):  # fmt: skip
-        stabilities.append(_measure_stability(session, images, options, center))
         curves += _measure_curves(session, images, options, heat_map)
     unavailable = {} if heat_map is not None else {GRAD_CAM: NO_GRADIENTS}
     if without := sum(RANDOM not in by_ranking for by_ranking in curves):
@@ -156,14 +132,8 @@ def measure_faithfulness(
         for name in RANKINGS
         if (pairs := [(by_ranking[name], by_ranking[CONTRIBUTION]) for by_ranking in curves if name in by_ranking])
     ]
-    stability = [
-        StabilityFigures(name, mean_with_interval(same), mean_with_interval(near), float(kept.mean()))
-        for name, (same, near, kept) in zip(CHANGES, np.concatenate(stabilities, axis=2), strict=True)
-    ]
-    return Faithfulness(
-        len(curves), len(samples), slots, cells, f"random {annotations.foreground}", rankings, stability, unavailable,
-        options.seed,
-    )  # fmt: skip
+    control = f"random {annotations.foreground}"
+    return Faithfulness(len(curves), len(samples), slots, cells, control, rankings, unavailable)
 
 
 def _run(session: Session, images: Iterable[ImageArray], batch: int) -> Outputs:
@@ -188,9 +158,7 @@ def _measure_curves(
     predicted = outputs.logits.argmax(axis=1)
     heat_maps = [None] * len(predicted) if heat_map is None else heat_map(images.pixels, predicted)
     rankings = [
-        build_rankings(
-            outputs, row, metadata, known.foreground(geometry, grid), seed=options.seed, index=index, heat_map=heat
-        )
+        build_rankings(outputs, row, metadata, known.foreground(geometry, grid), index=index, heat_map=heat)
         for row, (index, geometry, known, heat) in enumerate(
             zip(images.indices, images.geometries, images.annotations, heat_maps, strict=True)
         )
@@ -217,8 +185,7 @@ def _measure_curves(
 
     def build_curve(row: int, cells: tuple[int, ...]) -> Curve:
         steps_taken = [results[row, removed] for removed in list_removed(cells)]
-        share = len({*cells} & {*rankings[row][CONTRIBUTION]}) / len(cells)
-        return Curve(np.array([cosine for cosine, _ in steps_taken]), bool(steps_taken[-1][1]), share)
+        return Curve(np.array([cosine for cosine, _ in steps_taken]), bool(steps_taken[-1][1]))
 
     return [{name: build_curve(row, cells) for name, cells in ranking.items()} for row, ranking in enumerate(rankings)]
 
@@ -235,49 +202,9 @@ def _summarize(ranking: str, pairs: Sequence[tuple[Curve, Curve]], steps: int) -
         advantage = Advantage(*map(mean_with_interval, ((evidence - figures) * [-1, 1]).T))
     padded = [np.pad(curve.deletion, (0, steps + 1 - len(curve.deletion)), mode="edge") for curve, _ in pairs]
     deletion = [float(cosine) for cosine in np.mean(padded, axis=0)]
-    kept, share = np.mean([[curve.class_kept, curve.evidence_share] for curve, _ in pairs], axis=0).tolist()
+    kept = float(np.mean([curve.class_kept for curve, _ in pairs]))
     area, drop = map(mean_with_interval, figures.T)
-    return RankingFigures(
-        FILL, ranking, len(pairs), float(np.mean(lengths)), deletion, area, drop, kept, share, advantage
-    )
-
-
-def _compress(image: ImageArray) -> ImageArray:
-    stream = io.BytesIO()
-    Image.fromarray(image).save(stream, "JPEG", quality=_JPEG_QUALITY)
-    return np.asarray(Image.open(stream).convert("RGB"))
-
-
-CHANGES: dict[str, Callable[[ImageArray], ImageArray]] = {
-    f"JPEG quality {_JPEG_QUALITY}": _compress,
-    FLIP: lambda image: image[:, ::-1],
-}
-"""Changes of the model's input, under which cells should stay."""
-
-
-def _measure_stability(
-    session: Session, images: Photographs[Outputs], options: EvaluateOptions, center: float
-) -> NDArray[Any]:
-    """Return, per change and image, the shares of slots in the same and in a neighbouring cell, and the same class.
-
-    The result is float64 [changes, 3, n]. `center` is the receptive field's, see `measure_faithfulness`.
-    """
-    before, metadata, shares = images.outputs, session.metadata, []
-    predicted = before.logits.argmax(axis=1)
-    kept, width = metadata.class_map.kept[predicted], metadata.grid[1]
-    for name, change in CHANGES.items():
-        after = _run(session, map(change, images.pixels), options.batch)
-        if before.argmax is None or after.argmax is None:
-            raise ValueError("a model without slots has no cells")
-        (old_row, old_col), (new_row, new_col) = (
-            np.divmod(metadata.class_map.take(cells, predicted), width) for cells in (before.argmax, after.argmax)
-        )  # [n, S]
-        if name == FLIP:
-            old_col = np.rint(width - 2 * center - old_col).clip(0, width - 1)
-        distance = np.maximum(np.abs(new_row - old_row), np.abs(new_col - old_col))
-        same, near = (((distance <= most) & kept).sum(axis=1) / kept.sum(axis=1) for most in (0, 1))
-        shares.append([same, near, after.logits.argmax(axis=1) == predicted])
-    return np.array(shares, np.float64)
+    return RankingFigures(FILL, ranking, len(pairs), deletion, area, drop, kept, advantage)
 
 
 def format_faithfulness(measured: Faithfulness) -> Iterator[str]:
@@ -288,25 +215,17 @@ def format_faithfulness(measured: Faithfulness) -> Iterator[str]:
     )
     yield f"random: {measured.random_control}, never the evidence"
     yield from (f"{ranking}: {reason}" for ranking, reason in measured.unavailable.items())
-    rows = [["", "cells", "evidence", "deletion", "drop", "kept", "evidence better by: deletion", "drop"]]
+    rows = [["", "deletion", "drop", "kept", "evidence better by: deletion", "drop"]]
     for row in measured.rankings:
         means = (f"{mean.mean:.3f}" for mean in (row.deletion_area, row.drop))
         gains = ["", ""]
         if row.advantage is not None:
             gains = [_interval(gain) for gain in (row.advantage.deletion_area, row.advantage.drop)]
-        rows.append(
-            [row.ranking, f"{row.cells:.1f}", f"{row.evidence_share:.0%}", *means, f"{row.class_kept:.0%}", *gains]
-        )
+        rows.append([row.ranking, *means, f"{row.class_kept:.0%}", *gains])
     yield from format_columns(rows)
     yield "deletion: area under the cosine's curve; drop, kept: cosine and class with all cells removed"
     yield "better by: paired per image, same number of cells; positive where the evidence wins; 95 % bootstrap interval"
-    rows = [["stability of cells", "same cell", "within one", "same class"]]
-    for change in measured.stability:
-        shares = [f"{_interval(share, 100, '.1f')} %" for share in (change.same_cell, change.within_one_cell)]
-        rows.append([change.change, *shares, f"{change.same_class:.1%}"])
-    yield from format_columns(rows)
 
 
-def _interval(mean: Mean, scale: float = 1, spec: str = "+.3f") -> str:
-    value, low, high = (format(scale * number, spec) for number in (mean.mean, mean.low, mean.high))
-    return f"{value} [{low}, {high}]"
+def _interval(mean: Mean) -> str:
+    return f"{mean.mean:+.3f} [{mean.low:+.3f}, {mean.high:+.3f}]"

@@ -1,23 +1,229 @@
-"""Models and images of an evaluation, checked before anything is measured."""
+"""The images of an evaluation with their annotations, and the checks of data, model and options before it.
+
+Annotations are the objects and parts of images, as masks, boxes and points, that evidence is compared with. They come
+from the generated data set (masks of the creatures, boxes of their parts, which parts are distinguishing), from CUB
+(boxes of the birds, points on their parts), from Oxford-IIIT Pet (trimaps), from other data sets with boxes, and from
+COCO files. Coordinates are pixels of the whole image as a viewer shows it.
+"""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from opal_deploy.artifact.files import model_kind
 from opal_deploy.artifact.metadata import Metadata, check_all_outputs
 from opal_deploy.datasets import cub
-from opal_deploy.datasets.checks import read_background
-from opal_deploy.datasets.cub import PartLocations
+from opal_deploy.datasets.boxes import read_trimap
 from opal_deploy.datasets.registry import read_dataset
-from opal_deploy.datasets.samples import DataSet, Sample, find_root, pluralize
+from opal_deploy.datasets.samples import DataSet, Sample, display_path, pluralize
 from opal_deploy.errors import UsageError, require
-from opal_deploy.evaluation.annotations import Annotations, annotate, has_creatures
-from opal_deploy.evaluation.options import EvaluateOptions
+from opal_deploy.evaluation.options import EVIDENCE_MEASURES, EvaluateOptions
 from opal_deploy.logs import WarningLine, as_progress
+from opal_deploy.options import flag_of
+from opal_deploy.preprocess.geometry import Box, Geometry
+from opal_deploy.sources.annotations import read_objects
+from opal_deploy.synthetic import Annotation, read_annotations
+from opal_deploy.synthetic.dataset import PARTS_FILE
+
+Points = NDArray[np.float64]
+"""Places in an image, (x, y) in its pixels: float64 [P, 2]."""
+
+# pixels by which a cell's centre may miss a part's point, with the model's view scaled to 224 x 224: the margin of the
+# pointing game (Zhang et al. 2018; TorchRay's `PointingGame(tolerance=15)`)
+MARGIN, MARGIN_SCALE = 15.0, 224
+
+
+@dataclass(frozen=True)
+class Part:
+    """A visible part of an object."""
+
+    places: tuple[tuple[float, ...], ...]  # boxes (x0, y0, x1, y1) around it or points (x, y) on it
+    distinguishing: bool | None = None  # whether it distinguishes the object's class from others; None if unknown
+
+
+@dataclass(frozen=True)
+class ImageAnnotation:
+    """The annotation of one image; its object and parts may be unknown."""
+
+    label: str
+    boxes: tuple[Box, ...] = ()
+    # returns the object's pixels, bool [height, width]; takes precedence over `boxes`
+    mask: Callable[[], NDArray[np.bool_]] | None = None
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def has_object(self) -> bool:
+        """Whether the object's place is known."""
+        return self.mask is not None or bool(self.boxes)
+
+    @property
+    def distinguishing(self) -> NDArray[np.bool_]:
+        """Whether each part is known to be distinguishing, bool [Q]."""
+        return np.array([bool(part.distinguishing) for part in self.parts], np.bool_)
+
+    def in_object(self, points: Points) -> NDArray[np.bool_]:
+        """Return which of P points lie in the object, bool [P]; none if no object is known."""
+        if self.mask is None:
+            return np.asarray(_in_boxes(points, self.boxes).any(axis=1))
+        mask = self.mask()
+        columns, rows = np.floor(points).astype(np.intp).T
+        inside: NDArray[np.bool_] = (columns >= 0) & (columns < mask.shape[1]) & (rows >= 0) & (rows < mask.shape[0])
+        inside[inside] = mask[rows[inside], columns[inside]]
+        return inside
+
+    def on_parts(self, points: Points, geometry: Geometry) -> NDArray[np.bool_]:
+        """Return which of P points hit which of the Q parts, bool [P, Q].
+
+        Args:
+            geometry: of the image; the margin is given at the scale of the model's input.
+        """
+        hits = np.zeros((len(points), len(self.parts)), np.bool_)
+        x0, y0, x1, y1 = geometry.crop
+        to_input = MARGIN_SCALE / np.array([x1 - x0, y1 - y0], np.float64)
+        for number, part in enumerate(self.parts):
+            hits[:, number] = _in_boxes(points, [place for place in part.places if len(place) == 4]).any(axis=1)
+            for place in (place for place in part.places if len(place) == 2):
+                hits[:, number] |= np.hypot(*((points - np.array(place)) * to_input).T) < MARGIN
+        return hits
+
+    def foreground(self, geometry: Geometry, grid: tuple[int, int]) -> NDArray[np.bool_]:
+        """Return the cells whose centre lies in the object, bool [H * W]; all cells if there are none."""
+        inside = self.in_object(geometry.cell_centres(grid))
+        return inside if inside.any() else np.ones_like(inside)
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """The annotations of a data set's N images."""
+
+    images: list[ImageAnnotation]  # N annotations, some of which may be empty
+    foreground: str  # describes the cells of `ImageAnnotation.foreground`: "cells of the annotated boxes"
+    part_rule: str = ""
+
+    def select(self, indices: Sequence[int]) -> Annotations:
+        """Return the annotations of some images."""
+        return replace(self, images=[self.images[index] for index in indices])
+
+    @property
+    def known(self) -> bool:
+        """Whether any image has an annotated object or parts."""
+        return any(image.has_object or image.parts for image in self.images)
+
+
+def has_creatures(data: DataSet) -> bool:
+    """Return whether `data` is a generated data set, which has a parts file in its folder."""
+    try:
+        return (data.root / PARTS_FILE).is_file()
+    except OSError:
+        return False
+
+
+def annotate(
+    data: DataSet, samples: Sequence[Sample], *, boxes: bool, parts: bool, objects: Path | None = None
+) -> Annotations:
+    """Return the annotations of a data set's samples, row for row.
+
+    Args:
+        boxes: images are cropped to the samples' boxes, so that these are not objects within the image.
+        objects: COCO file, whose boxes are the objects. If it has the image's class as a category, only the boxes of
+            that category count.
+
+    Raises:
+        UsageError: the part annotations or the file of objects are damaged, or lack the samples.
+    """
+    if parts and has_creatures(data):
+        known = annotate_creatures(_match_creatures(data, samples))
+    else:
+        places = [sample.object_box if boxes else sample.box for sample in samples]
+        foreground = "cells of the whole image (no foreground is known)"
+        if boxes and any(sample.box is not None for sample in samples):
+            foreground = "cells (images are cropped to their boxes)"
+        elif any(box is not None for box in places):
+            foreground = "cells of the annotated box (their centre in it)"
+        images = [
+            ImageAnnotation(data.class_names[sample.label], () if box is None else (box,))
+            for sample, box in zip(samples, places, strict=True)
+        ]
+        known = Annotations(images, foreground)
+        if parts and cub.has_parts(data):
+            known = _add_cub_parts(known, cub.read_parts(data.root, samples))
+        elif data.layout == "pets":
+            known = _add_trimaps(known, data.root / "annotations" / "trimaps", samples)
+    return known if objects is None else _replace_objects(known, objects, samples)
+
+
+def annotate_creatures(creatures: Sequence[Annotation]) -> Annotations:
+    """Return the annotations of generated images: their masks, and the boxes of their visible parts."""
+    images = []
+    for creature in creatures:
+        parts = tuple(Part((part.box,), part.distinguishing) for part in creature.parts.values() if part.visible)
+        images.append(ImageAnnotation(creature.species, mask=creature.foreground, parts=parts))
+    return Annotations(images, "cells of the creature (their centre in its drawn mask)", "a part is hit within its box")
+
+
+def _match_creatures(data: DataSet, samples: Sequence[Sample]) -> list[Annotation]:
+    by_image = {annotation.image: annotation for annotation in read_annotations(data.root)}
+    names = [display_path(sample.path, data.root).replace("\\", "/") for sample in samples]
+    if missing := [name for name in names if name not in by_image]:
+        raise UsageError(
+            f"{data.root / PARTS_FILE}: it has no annotation of {missing[0]}; remove the image, or use --no-parts"
+        )
+    return [by_image[name] for name in names]
+
+
+def _add_cub_parts(known: Annotations, located: cub.PartLocations) -> Annotations:
+    """Add the visible parts; a left and a right part are one part with two places, as in part purity."""
+    names = [name.removeprefix("left ").removeprefix("right ") for name in located.names]
+    images = []
+    for image, points, visible in zip(known.images, located.points.tolist(), located.visible.tolist(), strict=True):
+        places: dict[str, list[tuple[float, ...]]] = {}
+        for name, point, seen in zip(names, points, visible, strict=True):
+            if seen:
+                places.setdefault(name, []).append(tuple(point))
+        images.append(replace(image, parts=tuple(Part(tuple(points)) for points in places.values())))
+    rule = f"a part is hit within {MARGIN:g} pixels of its point where the input has {MARGIN_SCALE}x{MARGIN_SCALE}"
+    return Annotations(images, known.foreground, rule)
+
+
+def _add_trimaps(known: Annotations, folder: Path, samples: Sequence[Sample]) -> Annotations:
+    images = []
+    for image, sample in zip(known.images, samples, strict=True):
+        path = folder / f"{sample.path.stem}.png"
+        images.append(replace(image, mask=partial(read_trimap, path)) if path.is_file() else image)
+    if not any(image.mask for image in images):
+        return known
+    return Annotations(images, "cells of the pet (their centre in its trimap)", known.part_rule)
+
+
+def _replace_objects(known: Annotations, path: Path, samples: Sequence[Sample]) -> Annotations:
+    objects = read_objects(path)
+    matches = [objects.matches(sample.path.as_posix()) for sample in samples]
+    # an ambiguous name is ignored
+    listed = [objects[names[0]] if len(names) == 1 else [] for names in matches]
+    categories = {thing.category for things in listed for thing in things}
+    images = []
+    for image, things in zip(known.images, listed, strict=True):
+        own = [thing for thing in things if thing.category == image.label or image.label not in categories]
+        images.append(replace(image, boxes=tuple(thing.box for thing in own), mask=None))
+    if not any(image.boxes for image in images):
+        raise UsageError(
+            f"{path}: no boxes for any of the {len(samples)} images, such as {samples[0].path.name}; expected a "
+            "file_name that ends the image's path"
+        )
+    return Annotations(images, f"cells of the boxes in {path.name} (their centre in one)", known.part_rule)
+
+
+def _in_boxes(points: Points, boxes: Sequence[tuple[float, ...]]) -> NDArray[np.bool_]:
+    """Return which of P points lie in which of B boxes, bool [P, B]; left and top edges belong to a box."""
+    corners = np.array(boxes, np.float64).reshape(-1, 4)
+    return np.asarray(((points[:, None] >= corners[:, :2]) & (points[:, None] < corners[:, 2:])).all(axis=2))
 
 
 @dataclass(frozen=True)
@@ -26,9 +232,8 @@ class EvaluationInputs:
 
     data: DataSet
     samples: list[Sample]
-    part_locations: PartLocations | None  # CUB's part locations; None for other data sets or with --no-parts
+    part_locations: cub.PartLocations | None  # CUB's part locations; None for other data sets or with --no-parts
     annotations: Annotations  # one per sample, for the pointing game; may be empty
-    background: list[Sample]  # out-of-distribution images, for the OOD score; may be empty
 
 
 def read_inputs(data: Path, path: Path, metadata: Metadata, options: EvaluateOptions) -> EvaluationInputs:
@@ -54,9 +259,8 @@ def read_inputs(data: Path, path: Path, metadata: Metadata, options: EvaluateOpt
             "none was used in training, or --split val for those that `train` sets aside"
         )
     check_classes(path, list(metadata.class_names), data_set)
-    trained_on = _describe_trained_images(path, metadata.training, data_set, options.split)
     crop_mismatch = describe_crop_mismatch(path, metadata.crop, data_set, boxes=options.boxes)
-    for line in filter(None, (*data_set.warnings, trained_on, crop_mismatch)):
+    for line in filter(None, (*data_set.warnings, crop_mismatch)):
         options.log(WarningLine(f"warning: {line}"))
     if options.interventions and not has_creatures(data_set):
         raise UsageError(f"{data_set.root}: --interventions draws creatures; it needs a generated data set (`demo`)")
@@ -66,7 +270,6 @@ def read_inputs(data: Path, path: Path, metadata: Metadata, options: EvaluateOpt
         samples,
         cub.read_parts(data_set.root, samples) if options.parts and cub.has_parts(data_set) else None,
         annotate(data_set, samples, boxes=options.boxes, parts=options.parts, objects=objects),
-        [] if options.background is None else read_background(options.background, data_set),
     )
 
 
@@ -86,38 +289,21 @@ def check_model(path: Path, metadata: Metadata, options: EvaluateOptions) -> Non
         UsageError: it lacks some, or its file cannot store an evaluation.
     """
     check_all_outputs(metadata, str(path), "`evaluate`")
-    is_checkpoint, evidence = model_kind(path) == "checkpoint", metadata.evidence
-    # a model without prototypes is explained by Grad-CAM, which needs gradients
-    by_gradients = options.interventions and evidence == "none"
-    needs_cells = {
-        "--faithfulness": options.faithfulness,
-        "--randomise": options.randomise,
-        "--interventions": options.interventions and not by_gradients,
-        "--record": options.record,
-    }
-    for flag in (flag for flag, wanted in needs_cells.items() if wanted and evidence != "exact"):
-        raise UsageError(f"{path}: no single cell is its evidence (evidence {evidence}); leave {flag} out")
-    needs_network = {
-        "--attack-outside": options.attack_outside,
-        "--randomise": options.randomise,
-        "--interventions": by_gradients,
-        "--background": options.background is not None,
-    }
-    for flag in (flag for flag, wanted in needs_network.items() if wanted and not is_checkpoint):
-        raise UsageError(f"{path}: {flag} needs the checkpoint that it was exported from")
-    by_gradients = options.interventions or options.faithfulness or (options.attack_outside and evidence == "none")
-    if is_checkpoint and by_gradients:
+    is_checkpoint = model_kind(path) == "checkpoint"
+    for name in (*EVIDENCE_MEASURES, "record"):
+        if getattr(options, name) and metadata.evidence != "exact":
+            raise UsageError(
+                f"{path}: no single cell is its evidence (evidence {metadata.evidence}); leave {flag_of(name)} out"
+            )
+    for name in ("attack_outside", "randomise"):
+        if getattr(options, name) and not is_checkpoint:
+            raise UsageError(f"{path}: {flag_of(name)} needs the checkpoint that it was exported from")
+    if is_checkpoint and (options.interventions or options.faithfulness):
         require("captum", "evaluate", "Grad-CAM")
-    if options.attack_outside and evidence == "map":
-        raise UsageError(f"{path}: it averages over all cells (evidence map), so nothing lies outside its evidence")
-    if options.target_error is not None and evidence == "none":
-        raise UsageError(f"{path}: it has no prototypes (evidence none), so no margins; leave --target-error out")
     if options.record and is_checkpoint and metadata.source.get("format") == "authors":
         raise UsageError(
             f"{path}: a bare state dict cannot store an evaluation; export it, and use --record with the export"
         )
-    if options.background is not None and (not options.record or options.split != "val"):
-        raise UsageError("--background: its features are stored with the baseline; add --split val --record")
 
 
 def check_classes(path: Path, class_names: list[str], data_set: DataSet) -> None:
@@ -132,23 +318,10 @@ def check_classes(path: Path, class_names: list[str], data_set: DataSet) -> None
             )
 
 
-def _describe_trained_images(path: Path, training: dict[str, Any], data_set: DataSet, split: str) -> str:
-    """Return a warning that a model may have been trained on the measured images; else nothing."""
-    root = find_root(training, path)
-    if split not in ("train", "all") or root is None:
-        return ""
-    trained, measured = root.resolve(), data_set.root.resolve()
-    if not (trained.is_relative_to(measured) or measured.is_relative_to(trained)):
-        return ""
-    return f"{path} was trained on images in {root}, perhaps on these; new images would give lower figures"
-
-
 def describe_crop_mismatch(path: Path, trained: str | None, data_set: DataSet, *, boxes: bool) -> str:
     """Return a warning that images are cropped differently than in training; else nothing."""
     measured = data_set.crop if boxes else None
     if trained == measured:
         return ""
-    if measured is not None:
-        return f"{path} was trained on whole images but is measured on crops; see --no-boxes"
-    advice = "see --boxes" if data_set.crop else "the data set has no boxes"
-    return f"{path} was trained on images cropped to boxes but is measured on whole ones; {advice}"
+    names = ["images cropped to boxes" if crop else "whole images" for crop in (trained, measured)]
+    return f"{path} was trained on {names[0]} but is measured on {names[1]}; see --boxes and --no-boxes"

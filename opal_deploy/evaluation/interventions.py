@@ -1,62 +1,153 @@
-"""Take parts of drawn creatures away, and compare the evidence with what that changes (`--interventions`).
+"""Intervene where the effect on good evidence is known: shuffle weights, and take parts of drawn creatures away.
 
-The protocol is FunnyBirds' (Hesse, Schaub-Meyer and Roth, ICCV 2023), with the generated creatures, of which every part
-can be left out while all else stays: so what a part is worth to the network is known, not estimated. The importance of
-a part to an explanation is the sum of its cells whose centre lies in the part's box. Parts with at least half of an
-even share of the sum over parts count as named.
+`--randomise`, after Adebayo et al., "Sanity checks for saliency maps" (NeurIPS 2018): an explanation that stays put
+after the learned weights are gone shows the image, not the network. Each tensor's values are permuted, first the
+head's, then those of one stage of the backbone more at a time; batch normalisation's statistics are measured anew, so
+that features keep their scale. The evidence is taken from the label's slots, since answers become wrong.
 
-Measures, each the mean over creatures:
-
-    single_deletion         Spearman's correlation of importance with the drop of the logit without the part, -1 ... 1
-    deletion                the answer changes without the named parts
-    preservation            the answer stays with the named parts alone
+`--interventions` is the protocol of FunnyBirds (Hesse, Schaub-Meyer and Roth, ICCV 2023), with the generated creatures,
+of which every part can be left out while all else stays: what a part is worth to the network is known, not estimated.
+The importance of a part to an explanation is the sum of its cells whose centre lies in the part's box.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import nn
+from torch.optim.swa_utils import update_bn
 
-from opal_deploy.artifact.heads import find_contributions, find_values
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
-from opal_deploy.evaluation.cells import GradCam
-from opal_deploy.evaluation.metrics import Figures, Mean, format_cell, format_columns, mean_with_interval
+from opal_deploy.evaluation.cells import GradCam, sum_by_cell
+from opal_deploy.evaluation.inputs import Annotations
+from opal_deploy.evaluation.metrics import Figures, Mean, format_cell, format_rows, mean_with_interval
+from opal_deploy.evaluation.options import EvaluateOptions
+from opal_deploy.evaluation.pointing import Share, play_pointing_game
+from opal_deploy.evaluation.session import evaluate_session, load_pixels
 from opal_deploy.logs import Progress, no_progress
+from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.predict.prepare import prepare
 from opal_deploy.predict.types import InferenceOptions, Pixels
 from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.session import Session
+from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.sources.image import InputImage
 from opal_deploy.synthetic.creatures import VARIANTS, Creature, Species, draw_creature, list_species
 
-EVIDENCE, RANDOM_HEAD, GRAD_CAM = "evidence", "random head", "Grad-CAM"
+NOTHING, HEAD = "nothing", "the head"
+EVIDENCE, GRAD_CAM = "evidence", "Grad-CAM"
 PARTS = tuple(VARIANTS)
-_ALL_PARTS = frozenset(range(len(PARTS)))
-# a named part has this share of an even one
-_NAMED = 0.5
-# first word of the seeds: a stream of its own
-_STREAM = 17
+# first words of the seeds: streams of their own
+_SHUFFLES, _CREATURES = (16, 0), (17, 0)
+# containers that hold a network's stages
+_CONTAINERS = ("features", "stages", "blocks", "layers")
+_BATCH = 16
 
-Explain = Callable[[Pixels, Outputs, int], NDArray[np.float64]]
-"""Returns relevances, float64 [H * W], of the first of some images for a class."""
+
+@dataclass(frozen=True)
+class Stage(Figures):
+    """The evidence after some weights were shuffled."""
+
+    shuffled: str  # the stage that was shuffled last; those before it stay shuffled
+    accuracy: float  # share of correct answers, 0 ... 1
+    same_cell: Mean  # share of the label's slots whose cell is the trained network's
+    # object, part: shares of these cells in the object and on a part, next to random cells; None if unknown
+    object: Share | None
+    part: Share | None
+
+
+@dataclass(frozen=True)
+class Randomisation(Figures):
+    """The figures of `--randomise`, the trained network's first."""
+
+    images: int
+    stages: list[Stage]
+
+
+def measure_randomisation(
+    loaded: Checkpoint,
+    samples: Sequence[Sample],
+    annotations: Annotations,
+    options: EvaluateOptions,
+    *,
+    progress: Progress = no_progress,
+) -> Randomisation:
+    """Measure the evidence of a network on samples while its weights are shuffled; see this module.
+
+    Args:
+        loaded: a checkpoint whose evidence is single cells; its network's weights are destroyed.
+        annotations: one per sample.
+    """
+    network = loaded.network.eval()
+    metadata = TorchSession(loaded, device=options.device, threads=options.threads).metadata
+    pixels = load_pixels(samples, metadata.input_size, boxes=options.boxes)
+    inputs = torch.from_numpy(normalise(pixels, metadata.mean, metadata.std)).to(next(network.parameters()).device)
+    rng = np.random.default_rng(_SHUFFLES)
+    groups: list[tuple[str, list[nn.Module]]] = [(NOTHING, []), (HEAD, [network.head])]
+    groups += list_stages(network.backbone.body)
+    before, stages = None, []
+    for number, (name, modules) in enumerate(groups):
+        for module in modules:
+            _shuffle_weights(module, rng)
+        if name not in (NOTHING, HEAD):
+            update_bn(torch.split(inputs, _BATCH), network.backbone)
+        session = TorchSession(loaded, device=options.device, threads=options.threads)
+        result = evaluate_session(session, samples, boxes=options.boxes, batch=_BATCH)
+        cells, kept = metadata.class_map.take(np.asarray(result.outputs.argmax), result.labels), metadata.class_map.kept
+        before = cells if before is None else before
+        same = [(row == old)[kept[label]].mean() for row, old, label in zip(cells, before, result.labels, strict=True)]
+        game = play_pointing_game(result, annotations, metadata, correct_only=False)
+        shares = (None, None) if game is None else (game.object, game.part)
+        stages.append(Stage(name, result.metrics.accuracy, mean_with_interval(same), *shares))
+        progress(number + 1, len(groups), "shuffling weights")
+    return Randomisation(len(samples), stages)
+
+
+def list_stages(body: nn.Module) -> list[tuple[str, list[nn.Module]]]:
+    """Return the stages of a backbone that have weights, by name, the last one first."""
+    stages: dict[str, list[nn.Module]] = {}
+    for name, module in body.named_children():
+        inner = module.named_children() if name in _CONTAINERS else [("", module)]
+        for number, stage in inner:
+            if next(stage.parameters(), None) is not None:
+                stages.setdefault(f"{name}.{number}".removesuffix("."), []).append(stage)
+    return list(stages.items())[::-1]
+
+
+def _shuffle_weights(module: nn.Module, rng: np.random.Generator) -> None:
+    """Permute the values of each parameter among themselves."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            order = torch.from_numpy(rng.permutation(parameter.numel())).to(parameter.device)
+            parameter.copy_(parameter.flatten()[order].reshape(parameter.shape))
+
+
+def format_randomisation(randomisation: Randomisation) -> Iterator[str]:
+    """Yield a heading and a table with a row per stage."""
+    titles = {"object": "in the object", "part": "on a part"}
+    shares = {title: getattr(randomisation.stages[0], name) for name, title in titles.items()}
+    chance = ", ".join(f"{title} {share.random:.0%}" for title, share in shares.items() if share)
+    random = f"; random cells {chance}" if chance else ""
+    yield f"weights shuffled from the top, {randomisation.images} images, cells of the label's slots{random}"
+    columns = {"shuffled": "shuffled, with those above", "accuracy": "accuracy", "same_cell": "same cells"}
+    yield from format_rows(randomisation.stages, columns | titles)
 
 
 @dataclass(frozen=True)
 class Explained(Figures):
-    """The measures of one way to explain; see this module."""
+    """How well one way to explain tells which parts matter: means over creatures."""
 
     method: str
-    single_deletion: Mean
-    deletion: Mean
-    preservation: Mean
+    single_deletion: Mean  # Spearman's correlation of importance with the drop of the logit without the part, -1 ... 1
 
 
 @dataclass(frozen=True)
@@ -64,7 +155,6 @@ class Interventions(Figures):
     """The figures of `--interventions`."""
 
     images: int
-    seed: int
     accuracy: float  # share of correct answers on the whole creatures, 0 ... 1
     same_answer: Mean  # share of answers that stay in front of another background
     explained: list[Explained]
@@ -75,45 +165,31 @@ def measure_interventions(
     size: tuple[int, int],
     images: int,
     *,
-    random_head: Session | None = None,
     heat_map: GradCam | None = None,
-    seed: int = 0,
     progress: Progress = no_progress,
 ) -> Interventions:
-    """Draw creatures of the model's species with parts left out, and measure explanations; see this module.
+    """Draw creatures of the model's species with parts left out, and measure its evidence; see this module.
 
     Args:
-        session: of a model whose classes are the species of a generated data set.
+        session: of a model whose classes are the species of a generated data set, and whose evidence is single cells.
         size: (H, W) of the drawn images, as in training.
-        random_head: the same network with another head, whose evidence is a control.
-        heat_map: Grad-CAM, another control, and all there is for a model without prototypes.
+        heat_map: Grad-CAM, measured as a control.
 
     Raises:
         UsageError: the classes are not a generated data set's.
     """
     metadata = session.metadata
     kinds = _list_kinds(metadata)
-    methods: dict[str, Explain] = {}
-    if metadata.evidence == "exact":
-        methods[EVIDENCE] = partial(_explain_by_slots, metadata)
-    if random_head is not None:
-        methods[RANDOM_HEAD] = lambda pixels, _, label: _explain_by_slots(
-            metadata, pixels, random_head.run(pixels[:1]), label
-        )
-    if heat_map is not None:
-        # rectified, as is usual: negative relevance speaks against the class
-        methods[GRAD_CAM] = lambda pixels, _, label: np.maximum(
-            heat_map(pixels[:1], np.array([label]))[0], 0, dtype=np.float64
-        )
-    measured: dict[str, list[tuple[float, ...]]] = {name: [] for name in methods}
+    measured: dict[str, list[float]] = {}
     correct, same = [], []
+    changes: list[dict[str, Any]]
     for number in range(images):
-        label, stream = number % len(kinds), (_STREAM, seed, number)
-        draw = partial(_draw_without, kinds[label], stream, size)
-        drawn = [draw(()), *(draw([part]) for part in range(len(PARTS)))]
-        scene = np.random.default_rng(number)
-        moved = draw_creature(kinds[label], np.random.default_rng(stream), size, scene=scene)
-        pixels, geometry = _prepare([*drawn, moved], metadata)
+        label, stream = number % len(kinds), (*_CREATURES, number)
+        kind = kinds[label]
+        changes = [{}, *({"hide": [part]} for part in PARTS), {"scene": np.random.default_rng(number)}]
+        # the same stream of random numbers: all but the change stays
+        drawn = [draw_creature(kind, np.random.default_rng(stream), size, **change) for change in changes]
+        pixels, geometry = _prepare(drawn, metadata)
         outputs = session.run(pixels)
         answers = outputs.logits.argmax(axis=1)
         predicted = int(answers[0])
@@ -124,20 +200,17 @@ def measure_interventions(
         x, y = geometry.cell_centres(metadata.grid).T
         boxes = [drawn[0].parts[part].box for part in PARTS]
         on_parts = np.array([(x >= x0) & (x <= x1) & (y >= y0) & (y <= y1) for x0, y0, x1, y1 in boxes], np.float64)
-        for name, explain in methods.items():
-            importance = on_parts @ explain(pixels, outputs, predicted)
-            named = name_parts(importance)
-            changed, _ = _prepare([draw(named), draw(_ALL_PARTS - named)], metadata)
-            without, alone = session.run(changed).logits.argmax(axis=1) == predicted
-            measured[name].append((rank_correlation(importance, drops), float(not without), float(alone)))
+        evidence = sum_by_cell(predicted, outputs, 0, metadata)
+        relevances = {EVIDENCE: np.zeros(len(x))}
+        relevances[EVIDENCE][list(evidence)] = list(evidence.values())
+        if heat_map is not None:
+            # rectified, as is usual: negative relevance speaks against the class
+            relevances[GRAD_CAM] = np.maximum(heat_map(pixels[:1], answers[:1])[0], 0, dtype=np.float64)
+        for name, relevance in relevances.items():
+            measured.setdefault(name, []).append(rank_correlation(on_parts @ relevance, drops))
         progress(number + 1, images, "taking parts away")
-    explained = [Explained(name, *map(mean_with_interval, zip(*rows, strict=True))) for name, rows in measured.items()]
-    return Interventions(images, seed, float(np.mean(correct)), mean_with_interval(same), explained)
-
-
-def _draw_without(species: Species, stream: Sequence[int], size: tuple[int, int], parts: Iterable[int]) -> Creature:
-    """Draw the creature of a stream of random numbers without some of its parts; all else stays."""
-    return draw_creature(species, np.random.default_rng(stream), size, hide=[PARTS[part] for part in parts])
+    explained = [Explained(name, mean_with_interval(values)) for name, values in measured.items()]
+    return Interventions(images, float(np.mean(correct)), mean_with_interval(same), explained)
 
 
 def _prepare(creatures: Sequence[Creature], metadata: Metadata) -> tuple[Pixels, Geometry]:
@@ -160,28 +233,6 @@ def _list_kinds(metadata: Metadata) -> tuple[Species, ...]:
     )
 
 
-def _explain_by_slots(metadata: Metadata, _: Pixels, outputs: Outputs, class_id: int) -> NDArray[np.float64]:
-    """Return the contributions of a class's slots, at their cells; see `Explain`."""
-    class_map, ids = metadata.class_map, np.array([class_id])
-    if outputs.scores is None or outputs.argmax is None:
-        raise ValueError("a model without slots has no cells")
-    values = class_map.take(find_values(outputs.scores[:1], metadata), ids)
-    # distances other than l2 have no contributions that add up: the values themselves
-    parts = find_contributions(values, ids, metadata) if metadata.distance in ("", "l2") else values
-    cells, kept = class_map.take(outputs.argmax[:1], ids)[0], class_map.kept[class_id]
-    relevance = np.zeros(metadata.grid[0] * metadata.grid[1])
-    np.add.at(relevance, cells[kept], np.asarray(parts)[0][kept])
-    return relevance
-
-
-def name_parts(importance: NDArray[np.float64]) -> frozenset[int]:
-    """Return the parts with at least half of an even share of the importance over parts."""
-    total = np.maximum(importance, 0).sum()
-    if total <= 0:
-        return frozenset()
-    return frozenset(np.flatnonzero(importance * len(importance) >= _NAMED * total).tolist())
-
-
 def rank_correlation(first: NDArray[Any], second: NDArray[Any]) -> float:
     """Return Spearman's correlation, equal values sharing their mean rank; 0 where either is constant."""
     from scipy.stats import spearmanr
@@ -190,16 +241,11 @@ def rank_correlation(first: NDArray[Any], second: NDArray[Any]) -> float:
 
 
 def format_interventions(measured: Interventions) -> Iterator[str]:
-    """Yield a heading and a table with a row per way to explain."""
-    same = measured.same_answer
+    """Yield a heading and a line per way to explain."""
     yield (
         f"parts taken away, {measured.images} creatures, accuracy {measured.accuracy:.1%}; another background keeps "
-        f"{100 * same.mean:.0f} % ({100 * same.low:.0f} to {100 * same.high:.0f}) of the answers"
+        f"{format_cell(measured.same_answer, digits=0)} of the answers"
     )
-    rows = [["explained by", "correlation", "without named", "named alone"]]
     for row in measured.explained:
         mean = row.single_deletion
-        correlation = f"{mean.mean:.2f} ({mean.low:.2f} to {mean.high:.2f})"
-        shares = (row.deletion, row.preservation)
-        rows.append([row.method, correlation, *(format_cell(share, digits=0) for share in shares)])
-    yield from format_columns(rows)
+        yield f"  correlation of {row.method} with the effect: {mean.mean:.2f} ({mean.low:.2f} to {mean.high:.2f})"

@@ -1,51 +1,133 @@
-"""Measure a model: check everything first, then log each figure as soon as it is known."""
+"""Measure a model: check everything first, then log each figure as soon as it is known, and return all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from opal_deploy.api.model import Model
 from opal_deploy.artifact.baseline import Baseline
 from opal_deploy.artifact.files import model_kind, write_json
 from opal_deploy.artifact.measurements import ReceptiveField
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.output_file import check_output
+from opal_deploy.datasets.samples import DataSet, pluralize
 from opal_deploy.errors import UsageError
-from opal_deploy.evaluation import attack, faithfulness, interventions, pointing, randomise, result
-from opal_deploy.evaluation.calibration import evaluate_calibration, format_calibration
+from opal_deploy.evaluation.attack import Attack, format_attack, measure_attack
+from opal_deploy.evaluation.calibration import CalibrationFigures, evaluate_calibration, format_calibration
 from opal_deploy.evaluation.cells import GradCam, measure_receptive_field
+from opal_deploy.evaluation.faithfulness import Faithfulness, format_faithfulness, measure_faithfulness
 from opal_deploy.evaluation.inputs import EvaluationInputs, check_model, has_validation_images, read_inputs
-from opal_deploy.evaluation.metrics import TargetMargin
+from opal_deploy.evaluation.interventions import (
+    Interventions,
+    Randomisation,
+    format_interventions,
+    format_randomisation,
+    measure_interventions,
+    measure_randomisation,
+)
+from opal_deploy.evaluation.metrics import Evaluation, count_by_class, format_never_predicted
 from opal_deploy.evaluation.options import EvaluateOptions
-from opal_deploy.evaluation.record import baseline_of, fit_neighbours, measure_baseline, record_evaluation
-from opal_deploy.evaluation.result import ModelEvaluation
+from opal_deploy.evaluation.parts import CONSISTENCY, PURITY, STABILITY, PartFigures
+from opal_deploy.evaluation.pointing import PointingGame, format_game, play_pointing_game
+from opal_deploy.evaluation.record import baseline_of, build_evaluation, record_measurements
 from opal_deploy.evaluation.session import EvaluationResult, choose_samples, evaluate_session
 from opal_deploy.logs import as_progress
 from opal_deploy.model import checkpoint
-from opal_deploy.model.neighbours import Neighbours
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.options import StrPath
 from opal_deploy.records.decision import describe_supported_rates
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import Session
-from opal_deploy.runtime.torch_session import TorchSession, torch_device
+from opal_deploy.runtime.torch_session import torch_device
 from opal_deploy.synthetic import read_annotations
+
+EVALUATION = "evaluation.json"
+_PART_TITLES = {CONSISTENCY: "prototype consistency", STABILITY: "prototype stability", PURITY: "part purity"}
+# attributes of a ModelEvaluation that its document leaves out where they were not measured
+_OPTIONAL = (
+    "calibration", "receptive_field", "pointing_game", "faithfulness", "attack", "randomisation", "interventions",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelEvaluation:
+    """The figures of one model; None where something was not measured.
+
+    Attributes:
+        session: the runtime that ran the model: engine, device, threads, precision.
+        split: of the data set.
+        boxes: whether images were cropped to their boxes.
+        evaluation: metrics, labels and outputs of the images.
+        calibration: how far the probabilities are from the observed accuracy.
+        receptive_field: of the model's cells.
+        pointing_game: whether evidence lies on objects and parts.
+        faithfulness: what removing evidence changes.
+        attack: what changes outside the evidence do.
+        randomisation: where the evidence lies when weights are shuffled.
+        interventions: whether the evidence names the parts that matter.
+        baseline: of the answers to validation images, for `--record`.
+    """
+
+    path: Path
+    session: str
+    split: str
+    boxes: bool
+    metadata: Metadata
+    evaluation: EvaluationResult
+    calibration: CalibrationFigures | None = None
+    receptive_field: ReceptiveField | None = None
+    pointing_game: PointingGame | None = None
+    faithfulness: Faithfulness | None = None
+    attack: Attack | None = None
+    randomisation: Randomisation | None = None
+    interventions: Interventions | None = None
+    baseline: Baseline | None = None
+
+    @property
+    def metrics(self) -> Evaluation:
+        """Accuracy and the other metrics that need labels only."""
+        return self.evaluation.metrics
+
+    @property
+    def accuracy(self) -> float:
+        """The share of correctly classified images, 0 ... 1."""
+        return self.metrics.accuracy
+
+    @property
+    def parts(self) -> PartFigures | None:
+        """Prototype consistency, stability and part purity; None without part locations."""
+        return self.evaluation.parts
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the document of evaluation.json and `opal-deploy evaluate --json`."""
+        figures = {name: getattr(self, name) for name in _OPTIONAL}
+        return {
+            "model": str(self.path),
+            "session": self.session,
+            "boxes": self.boxes,
+            **self.evaluation.to_dict(self.split),
+            **{name: measured.to_dict() for name, measured in figures.items() if measured is not None},
+        }
+
+    def __repr__(self) -> str:
+        metrics = self.metrics
+        return (
+            f"<ModelEvaluation {self.path}: accuracy {metrics.accuracy:.2%} of {metrics.images:,} {self.split} images>"
+        )
 
 
 def measure_model(model: StrPath | Model, data: Path, options: EvaluateOptions) -> ModelEvaluation:
     """Check everything first, then measure, and write what the options ask for; see `evaluate_model`."""
     path = model.path if isinstance(model, Model) else Path(model)
-    if path is None:
-        raise UsageError("this Model has no file; give one that `opal_deploy.load` returned, or a path")
-    if not path.is_file():
-        raise UsageError(f"{path}: no such model; expected a file of `opal-deploy export`, or a checkpoint")
+    if path is None or not path.is_file():
+        raise UsageError(f"{path or model}: no such model; expected a file of `opal-deploy export`, or a checkpoint")
     out = None if options.out is None else Path(options.out)
     if out is not None:
-        result.check_folder(out, data, overwrite=options.overwrite)
+        _check_folder(out, data, overwrite=options.overwrite)
     if isinstance(model, Model):
         session = model.sessions[0]
     else:
@@ -53,16 +135,29 @@ def measure_model(model: StrPath | Model, data: Path, options: EvaluateOptions) 
     check_model(path, session.metadata, options)
     inputs = read_inputs(data, path, session.metadata, options)
     if out is not None:
-        result.create_folder(out)
+        _create_folder(out)
     measured = _measure_evidence(_measure(path, session, inputs, options), session, inputs, options)
     if options.record:
-        options.log(record_evaluation(measured, inputs.data))
+        options.log(_record(measured, inputs.data))
         if measured.baseline is not None:
             _log(options, describe_supported_rates(measured.metrics.risk or {}, measured.baseline))
     if out is not None:
-        write_json(out / result.EVALUATION, measured.to_dict())
+        write_json(out / EVALUATION, measured.to_dict())
         options.log(str(out))
     return measured
+
+
+def _check_folder(folder: Path, data: Path, *, overwrite: bool) -> None:
+    if folder.resolve().is_relative_to(data.resolve()):
+        raise UsageError(f"{folder}: it lies in {data} and would become part of the data set; give another --out")
+    check_output("--out", folder / EVALUATION, [".json"], overwrite=overwrite)
+
+
+def _create_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be created ({error.strerror or error}); give another --out") from None
 
 
 def _log(options: EvaluateOptions, lines: Iterable[str]) -> None:
@@ -74,20 +169,12 @@ def _measure(path: Path, session: Session, inputs: EvaluationInputs, options: Ev
     """Return what is measured whatever the options."""
     metadata, samples = session.metadata, inputs.samples
     set_aside = has_validation_images(metadata, inputs, options)
-    if inputs.background and not set_aside:
-        raise UsageError(
-            f"{path}: --background: these images or crops are not the ones that training set aside; give the data set "
-            "that the model was trained on, with its --boxes or --no-boxes"
-        )
     evaluation = evaluate_session(
-        session, samples, boxes=options.boxes, batch=options.batch, parts=inputs.part_locations, seed=options.seed,
+        session, samples, boxes=options.boxes, batch=options.batch, parts=inputs.part_locations,
         progress=as_progress(options.progress), model=str(path),
     )  # fmt: skip
-    out = None if options.out is None else Path(options.out)
-    if out is not None:
-        result.write_predictions(out / result.PREDICTIONS, evaluation, metadata, samples, inputs.data.root)
-    measured = ModelEvaluation(path, session.description, options.split, options.boxes, metadata, evaluation, out=out)
-    _log(options, result.format_metrics(measured))
+    measured = ModelEvaluation(path, session.description, options.split, options.boxes, metadata, evaluation)
+    _log(options, _format_metrics(measured))
 
     # a model without a temperature gets one from the images that training set aside
     calibration = evaluate_calibration(evaluation.outputs.logits, evaluation.labels, metadata, fit=set_aside)
@@ -102,18 +189,15 @@ def _measure(path: Path, session: Session, inputs: EvaluationInputs, options: Ev
     missing = "receptive field: not stored in this model; evaluate its checkpoint, or export that again"
     _log(options, [missing] if field is None else field.describe(metadata.input_size))
     measured = replace(measured, calibration=calibration, receptive_field=field)
-    if (risk := evaluation.evaluation.risk) is not None:
-        options.log(result.format_curve(risk))
-        if options.target_error is not None:
-            margin = TargetMargin.choose(risk, options.target_error)
-            options.log(result.format_threshold(margin, risk))
-            measured = replace(measured, threshold=margin)
+    if (risk := evaluation.metrics.risk) is not None:
+        options.log(_format_curve(risk))
     if options.record and set_aside:
-        baseline, neighbours = _measure_baseline(path, session, inputs, evaluation, options)
-        measured = replace(measured, baseline=baseline, neighbours=neighbours)
+        known = metadata.known_baseline
+        baseline = baseline_of(evaluation.outputs, metadata, known.background if known else 0)
+        measured = replace(measured, baseline=baseline)
     if inputs.annotations.known and metadata.evidence == "exact":
-        game = pointing.play_pointing_game(evaluation, inputs.annotations, metadata)
-        _log(options, pointing.format_game(game))
+        game = play_pointing_game(evaluation, inputs.annotations, metadata)
+        _log(options, format_game(game))
         measured = replace(measured, pointing_game=game)
     return measured
 
@@ -124,72 +208,87 @@ def _measure_evidence(
     """Return the evaluation with what only some options measure, on a choice of the images."""
     path, metadata, field = measured.path, measured.metadata, measured.receptive_field
     samples, annotations, progress = inputs.samples, inputs.annotations, as_progress(options.progress)
-    is_checkpoint = model_kind(path) == "checkpoint"
     chosen = choose_samples(samples, options.limit)
 
     @cache
     def load_network() -> OpalNetwork:
         return checkpoint.load(path).network.to(torch_device(options.device))
 
+    def load_heat_map() -> GradCam | None:
+        # exported models have no gradients
+        return GradCam(load_network()) if model_kind(path) == "checkpoint" else None
+
     def add(name: str, figures: Any, lines: Iterable[str]) -> ModelEvaluation:
         _log(options, lines)
         return replace(measured, **{name: figures})
 
     if options.faithfulness:
-        effective = None if field is None else field.in_cells(metadata.grid)
-        removed = faithfulness.measure_faithfulness(
-            session, samples, chosen, annotations, options,
-            # exported models have no gradients
-            heat_map=GradCam(load_network()) if is_checkpoint else None,
-            center=0.5 if effective is None else effective.center, progress=progress,
-        )  # fmt: skip
-        measured = add("faithfulness", removed, faithfulness.format_faithfulness(removed))
-    if options.attack_outside:
-        attacked = attack.measure_attack(
-            load_network(), metadata, samples, chosen, options, field=field, progress=progress
+        removed = measure_faithfulness(
+            session, samples, chosen, annotations, options, heat_map=load_heat_map(), progress=progress
         )
-        measured = add("attack", attacked, attack.format_attack(attacked))
+        measured = add("faithfulness", removed, format_faithfulness(removed))
+    if options.attack_outside:
+        attacked = measure_attack(load_network(), metadata, samples, chosen, options, field=field, progress=progress)
+        measured = add("attack", attacked, format_attack(attacked))
     if options.randomise:
-        shuffled = randomise.measure_randomisation(
+        shuffled = measure_randomisation(
             checkpoint.load(path), [samples[i] for i in chosen], annotations.select(chosen), options, progress=progress
         )
-        measured = add("randomisation", shuffled, randomise.format_randomisation(shuffled))
+        measured = add("randomisation", shuffled, format_randomisation(shuffled))
     if options.interventions:
-        heat_map = random_head = None
-        if is_checkpoint:
-            heat_map, loaded = GradCam(load_network()), checkpoint.load(path)
-            if metadata.evidence == "exact":
-                randomise.shuffle_weights(loaded.network.head, np.random.default_rng(options.seed))
-                random_head = TorchSession(loaded, device=options.device, threads=options.threads)
         first = read_annotations(inputs.data.root)[0]
-        without_parts = interventions.measure_interventions(
-            session, (first.height, first.width), options.limit, random_head=random_head, heat_map=heat_map,
-            seed=options.seed, progress=progress,
-        )  # fmt: skip
-        lines = interventions.format_interventions(without_parts)
-        measured = add("interventions", without_parts, lines)
+        without_parts = measure_interventions(
+            session, (first.height, first.width), options.limit, heat_map=load_heat_map(), progress=progress
+        )
+        measured = add("interventions", without_parts, format_interventions(without_parts))
     return measured
 
 
-def _measure_baseline(
-    path: Path, session: Session, inputs: EvaluationInputs, evaluation: EvaluationResult, options: EvaluateOptions
-) -> tuple[Baseline | None, Neighbours | None]:
-    """Return the baseline on validation images, and neighbours fitted to a checkpoint if it needs new ones."""
-    metadata, data, background = session.metadata, inputs.data, inputs.background
-    has_neighbours = metadata.has_output("ood_score") and not background
-    if has_neighbours or model_kind(path) != "checkpoint" or not data.train:
-        known = metadata.known_baseline
-        return baseline_of(evaluation.outputs, metadata, known.background if known else 0), None
-    loaded = checkpoint.load(path)
-    network = loaded.network.to(torch_device(options.device))
-    boxes, progress = options.boxes, as_progress(options.progress)
-    network.neighbours = fit_neighbours(network, data.train, background, boxes=boxes, progress=progress)
-    if network.neighbours is None:
-        options.log("no features kept for --unknown: too few training images, or no spread within classes")
-    else:
-        images = f"{network.neighbours.bank.shape[1]:,} training and {network.neighbours.num_background:,}"
-        options.log(f"kept features of {images} background images for --unknown")
-    session = TorchSession(loaded, device=options.device, threads=options.threads)
-    return measure_baseline(session, inputs.samples, network.neighbours, boxes=boxes, progress=progress), (
-        network.neighbours
+def _record(result: ModelEvaluation, data: DataSet) -> str:
+    """Store an evaluation in the model's file; return a line on the change."""
+    document = result.to_dict()
+    changes = {
+        "evaluation": build_evaluation(document, data, result.split),
+        "receptive_field": document.get("receptive_field"),
+        "calibration": document["calibration"].get("fitted"),
+        "baseline": None if result.baseline is None else result.baseline.to_dict(),
+        # a baseline, like a risk, is measured on the images that training set aside
+        "risk": None if result.baseline is None else result.metrics.risk,
+    }
+    return record_measurements(result.path, {name: value for name, value in changes.items() if value is not None})
+
+
+def _format_metrics(result: ModelEvaluation) -> Iterator[str]:
+    """Yield the metrics of one model in a few lines."""
+    metrics, parts, evaluation = result.metrics, result.parts, result.evaluation
+    classes = count_by_class(evaluation.outputs.logits, evaluation.labels, result.metadata.class_names)
+    if never := format_never_predicted(classes):
+        yield f"{result.path}: {never[0].lower()}{never[1:]}"
+    images = pluralize(metrics.images, f"{result.split} image", f"{result.split} images")
+    yield f"{result.path} in {result.session}, {images}{'' if result.boxes else ', not cropped to boxes'}"
+    top5 = "" if metrics.top5 is None else f", top-5 {metrics.top5:.2%}"
+    yield f"accuracy {metrics.accuracy:.2%}{top5}, macro F1 {metrics.macro_f1:.2%}, cross-entropy {metrics.loss:.4f}"
+    if metrics.spatial_prototype_collapse is not None:
+        spread = _percent(metrics.spatial_prototype_collapse, metrics.spatial_prototype_collapse_std)
+        yield f"spatial prototype collapse {spread} % (mean and standard deviation over images)"
+    if parts is not None:
+        shares = parts.to_dict()
+        for key, title in _PART_TITLES.items():
+            if (share := shares[key]) is None:
+                yield f"{title}: not measured, {parts.unavailable[key]}"
+            else:
+                yield f"{title} {_percent(share, shares.get(f'{key}_std'))} %"
+
+
+def _format_curve(summary: Mapping[str, Any]) -> str:
+    """Return the summary of a risk-coverage curve as a line."""
+    shares = ", ".join(f"{v:.1%} at {100 * float(rate):g} %" for rate, v in summary["coverage_at_error"].items())
+    return (
+        f"risk-coverage over the margin: error {summary['error']:.2%} without abstaining ({summary['images']:,} "
+        f"images), AURC {summary['aurc']:.4f}; coverage by error rate on these images: {shares}"
     )
+
+
+def _percent(share: float, spread: float | None = None) -> str:
+    """Return a share in percent with its standard deviation."""
+    return f"{100 * share:.1f}" if spread is None else f"{100 * share:.1f}±{100 * spread:.1f}"

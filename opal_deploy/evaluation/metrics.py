@@ -13,7 +13,6 @@ from numpy.typing import ArrayLike, NDArray
 from opal_deploy.artifact.class_map import ClassMap, find_margins
 from opal_deploy.artifact.outputs import find_largest
 from opal_deploy.datasets.samples import describe_never_predicted
-from opal_deploy.statistics import CONFIDENCE, choose_threshold
 
 _TOP = 5
 # classes listed with their accuracy, the lowest first
@@ -146,29 +145,6 @@ def summarize_risk(margins: ArrayLike, correct: ArrayLike) -> dict[str, Any]:
         "coverage_at_error": {rate: int(few.max(initial=0)) / images for rate, few in low_risk.items()},
         "levels": [list(level) for level in zip(*columns, strict=True)],
     }
-
-
-@dataclass(frozen=True)
-class TargetMargin(Figures):
-    """The margin that keeps an error rate, chosen on N labelled images; without one the last five are None."""
-
-    target_error: float  # the largest acceptable error rate, 0 ... 1
-    confidence: float  # that it holds on similar images
-    images: int
-    min_margin: float | None = None
-    coverage: float | None = None  # share of images answered
-    answered: int | None = None  # answered, wrong: counts at that margin
-    wrong: int | None = None
-    upper_bound: float | None = None  # Clopper and Pearson's bound of the error rate at that margin
-
-    @staticmethod
-    def choose(risk: Mapping[str, Any], target: float) -> TargetMargin:
-        """Return the margin for a rate, see `statistics.choose_threshold`; `risk`: a curve's summary."""
-        images, point = risk["images"], choose_threshold(risk, target)
-        if point is None:
-            return TargetMargin(target, CONFIDENCE, images)
-        figures = (point.min_margin, point.answered / images, point.answered, point.wrong, point.bound)
-        return TargetMargin(target, CONFIDENCE, images, *figures)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from opal_deploy.errors import UsageError
 from opal_deploy.logs import Log, ProgressChoice, log_line
 from opal_deploy.options import (
     CropToBoxes,
@@ -19,16 +17,11 @@ from opal_deploy.options import (
     SkipMissing,
     StrPath,
     Threads,
-    flag_of,
-    parse_rate,
 )
 
 Split = Literal["test", "val", "train", "all"]
-# options that only some measurements read, and these
-_ONLY_FOR = {
-    "attack_margin": ("attack_outside",),
-    "limit": ("faithfulness", "attack_outside", "randomise", "interventions"),
-}
+# what is measured on request, of models whose evidence is single cells
+EVIDENCE_MEASURES = ("faithfulness", "attack_outside", "randomise", "interventions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +48,6 @@ class EvaluateOptions(Options):
         Option("COCO file with object boxes for the pointing game.",
                default="the data set's boxes or masks", cli=Path),
     ] = None  # fmt: skip
-    target_error: Annotated[
-        float | None,
-        Option("Choose a --min-margin for `infer` that keeps this error rate, such as 5%.",
-               cli=str, parse=functools.partial(parse_rate, "--target-error")),
-    ] = None  # fmt: skip
     faithfulness: Annotated[bool, Option("Measure what removing evidence cells changes, and how stable cells are.")] = (
         False
     )
@@ -76,11 +64,10 @@ class EvaluateOptions(Options):
     limit: Annotated[int, Option("Images for --faithfulness and the options after it, evenly over classes.", min=1)] = (
         100
     )
-    seed: Annotated[int, Option("Seed of the noise and the random cells.", min=0)] = 0
     device: Device = "auto"
     threads: Threads = None
     batch: Annotated[int, Option("Batch size.", min=1)] = 16
-    out: Annotated[StrPath | None, Option("Folder for evaluation.json, tables and plots.", cli=Path)] = None
+    out: Annotated[StrPath | None, Option("Folder for evaluation.json.", cli=Path)] = None
     overwrite: Annotated[bool, Option("Replace the evaluation in --out.")] = False
     record: Annotated[
         bool,
@@ -90,21 +77,5 @@ class EvaluateOptions(Options):
             "probabilities. Changes the file's digest."
         ),
     ] = False
-    background: Annotated[
-        StrPath | None,
-        Option(
-            "Folder of out-of-distribution images, e.g. empty scenes; with --split val --record they help --unknown "
-            "flag similar images. For checkpoints.",
-            default="those of training", cli=Path,
-        ),
-    ] = None  # fmt: skip
     log: Log = log_line
     progress: ProgressChoice | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.target_error is not None and not 0 < self.target_error < 1:
-            raise UsageError(f"target_error {self.target_error}: expected a share between 0 and 1, such as 0.05")
-        for option, measures in _ONLY_FOR.items():
-            if not any(getattr(self, name) for name in measures) and (unused := self.changed(names=[option])):
-                raise UsageError(f"{unused}: only for {', '.join(map(flag_of, measures))}; add one, or leave it out")

@@ -12,9 +12,8 @@ patch of its strongest cell. The purity is the largest share, over parts, of ima
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,8 +38,8 @@ HALF_REGION, PATCH = 36, 32
 CONSISTENT = 0.8
 # standard deviation and largest amount of the noise, added to normalised images
 NOISE_STD, NOISE_LIMIT = 0.2, 0.25
-# first word of the noise's seeds: a stream of its own
-_NOISE_STREAM = 2
+# first words of the noise's seeds: a stream of its own
+_NOISE_STREAM = (2, 0)
 # images by which a channel's purity is judged
 TOP = 10
 
@@ -66,59 +65,64 @@ class PartFigures:
         return {**shares, "part_prototypes": self.prototypes, "part_images": self.images, **unavailable}
 
 
-Hits = tuple[NDArray[np.bool_] | None, NDArray[np.bool_] | None]
-"""Hits without and with noise, [n, m, P]; None where they cannot be measured."""
-
-
 class PartProtocol:
     """The measurement of consistency, stability and purity on a data set's N images, batch by batch.
 
-    A checkpoint's session always gives attention maps; an exported model only if they are among its outputs.
+    A checkpoint's session gives attention maps; for an exported model purity alone is measured.
 
     Args:
         parts, labels: part locations and class indices of the N images.
         cropped: whether images are cropped to their boxes, as the protocol asks.
-        seed: of the noise.
     """
 
     def __init__(
-        self, session: Session, parts: PartLocations, labels: NDArray[np.int64], *, cropped: bool = True, seed: int = 0
+        self, session: Session, parts: PartLocations, labels: NDArray[np.int64], *, cropped: bool = True
     ) -> None:
-        self._metadata, self._parts, self._labels, self._seed = session.metadata, parts, labels, seed
+        self._metadata, self._parts, self._labels = session.metadata, parts, labels
         self.unavailable = explain_undefined(session.metadata, cropped=cropped)
-        # functions of pixels, and of normalised images
-        self.run: Callable[[ImageBatch], Outputs] = session.run
-        self._run_normalised: Callable[[FloatArray], Outputs] | None = getattr(session, "run_normalised", None)
-        if isinstance(session, AttentionSession):
-            self.run = session.run_with_attention
-        else:
-            self.unavailable = self.unavailable or explain_missing_outputs(session.metadata)
+        self._session = session if isinstance(session, AttentionSession) and not self.unavailable else None
+        # a function of pixels
+        self.run = session.run if self._session is None else self._session.run_with_attention
+        if self._session is None and not self.unavailable:
+            reason = "exported models give no attention maps; evaluate the checkpoint"
+            self.unavailable = dict.fromkeys((CONSISTENCY, STABILITY), reason)
 
-    def find_hits(self, indices: Sequence[int], pixels: ImageBatch, outputs: Outputs) -> Hits:
-        """Return the hits on a batch: images uint8 [n, H0, W0, 3] with these indices, and the outputs of `run`."""
-        points = self._parts.truncated_input_points(_SIDE)[indices]
+    def find_hits(
+        self, indices: Sequence[int], pixels: ImageBatch, outputs: Outputs
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]] | None:
+        """Return the hits on a batch without and with noise, [n, m, P]; None for a session without attention maps.
 
-        def hits(measured: Outputs) -> NDArray[np.bool_]:
-            assert measured.attention is not None  # `unavailable` has a reason otherwise
+        Args:
+            indices: of the images among the N.
+            pixels: uint8 [n, H0, W0, 3].
+            outputs: of `run`.
+        """
+        if self._session is None:
+            return None
+        points, visible = self._parts.truncated_input_points(_SIDE)[indices], self._parts.visible[indices]
+
+        def find(measured: Outputs) -> NDArray[np.bool_]:
+            assert measured.attention is not None  # an AttentionSession gives it
             maps = self._metadata.class_map.take(measured.attention, self._labels[indices])
-            return part_hits(peak_locations(maps), points, self._parts.visible[indices])
+            return part_hits(peak_locations(maps), points, visible)
 
-        clean = None if CONSISTENCY in self.unavailable else hits(outputs)
-        if STABILITY in self.unavailable or self._run_normalised is None:
-            return clean, None
         images = normalise(pixels, self._metadata.mean, self._metadata.std)
-        return clean, hits(self._run_normalised(add_noise(images, indices, self._seed)))
+        return find(outputs), find(self._session.run_normalised(add_noise(images, indices)))
 
-    def summarize(self, batches: Sequence[Hits], outputs: Outputs, geometries: Sequence[Geometry]) -> PartFigures:
+    def summarize(
+        self,
+        batches: Sequence[tuple[NDArray[np.bool_], NDArray[np.bool_]] | None],
+        outputs: Outputs,
+        geometries: Sequence[Geometry],
+    ) -> PartFigures:
         """Return the figures from the hits of all batches, and the outputs and geometries of all N images."""
         class_map, labels, visible = self._metadata.class_map, self._labels, self._parts.visible
         consistency = stability = purity = purity_std = None
         prototypes = 0
-        if CONSISTENCY not in self.unavailable:
-            clean, noisy = ([hits for hits in kind if hits is not None] for kind in zip(*batches, strict=True))
-            hit = np.concatenate(clean)
-            consistency = prototype_consistency(hit, visible, labels, class_map)
-            stability = prototype_stability(hit, np.concatenate(noisy), labels, class_map) if noisy else None
+        if hits := [batch for batch in batches if batch is not None]:
+            clean, noisy = map(np.concatenate, zip(*hits, strict=True))
+            consistency = prototype_consistency(clean, visible, labels, class_map)
+            stability = prototype_stability(clean, noisy, labels, class_map)
             prototypes = int(class_map.supporting[np.unique(labels)].sum())
         if PURITY not in self.unavailable and outputs.scores is not None and outputs.argmax is not None:
             # a box that leaves the image was clipped: the patch lies on what is left
@@ -139,19 +143,6 @@ def explain_undefined(metadata: Metadata, *, cropped: bool = True) -> dict[str, 
         size = "x".join(map(str, metadata.input_size))
         reason = f"its input is {size}, but the protocol's regions are defined on 224x224; train it with --size 224"
     return dict.fromkeys((CONSISTENCY, STABILITY, PURITY), reason) if reason else {}
-
-
-def explain_missing_outputs(metadata: Metadata) -> dict[str, str]:
-    """Return, per figure, what an exported model lacks, and the command that exports it."""
-    source = metadata.source.get("file", "CHECKPOINT")
-    # another file: the evaluated one may be in use, and earlier results name its digest
-    command = f"opal-deploy export {source} --out {Path(source).stem}.attention.onnx --outputs attention"
-    has_attention = "attention" in metadata.outputs
-    reasons = {} if has_attention else {CONSISTENCY: f"the model has no output attention; export it with: {command}"}
-    if not has_attention or metadata.input_kind != "float32":
-        missing = "output attention with float32 input, which noise is added to"
-        reasons[STABILITY] = f"the model has no {missing}; export it with: {command} --input float32"
-    return reasons
 
 
 def patch_boxes(cells: NDArray[np.integer], grid: tuple[int, int]) -> NDArray[np.int64]:
@@ -272,15 +263,15 @@ def prototype_stability(
     return 100.0 * float(np.concatenate(shares).mean())
 
 
-def add_noise(images: FloatArray, indices: Sequence[int], seed: int) -> FloatArray:
+def add_noise(images: FloatArray, indices: Sequence[int]) -> FloatArray:
     """Return `images` plus noise from N(0, 0.2), clipped to +-0.25.
 
     Args:
         images: float32 [n, 3, H0, W0], normalised.
-        indices: of the images in the split: noise depends on seed and index, not on the batch.
+        indices: of the images in the split: noise depends on them, not on the batch.
     """
     noisy = np.empty_like(images)
     for row, (image, index) in enumerate(zip(images, indices, strict=True)):
-        noise = np.random.default_rng((_NOISE_STREAM, seed, index)).standard_normal(image.shape, dtype=np.float32)
+        noise = np.random.default_rng((*_NOISE_STREAM, index)).standard_normal(image.shape, dtype=np.float32)
         noisy[row] = image + np.clip(np.float32(NOISE_STD) * noise, -NOISE_LIMIT, NOISE_LIMIT)
     return noisy

@@ -7,10 +7,10 @@ cost minutes at most; `evaluate --record` stores all, and `artifact.measurements
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -32,17 +32,14 @@ from opal_deploy.preprocess.resize import normalise
 from opal_deploy.records.evidence import observe_outputs
 from opal_deploy.runtime.session import ImageBatch, Session
 
-if TYPE_CHECKING:
-    from opal_deploy.evaluation.result import ModelEvaluation
-
 # validation images of a baseline
 _MAX_VALIDATION = 5_000
 
 
 def fit_neighbours(
     network: OpalNetwork,
-    samples: list[Sample],
-    background: list[Sample],
+    samples: Sequence[Sample],
+    background: Sequence[Sample],
     *,
     boxes: bool = True,
     progress: Progress = no_progress,
@@ -112,21 +109,6 @@ def baseline_of(outputs: Outputs, metadata: Metadata, background: int) -> Baseli
     return Baseline.measure(observed, "val", metadata.stride, metadata.class_map, background)
 
 
-def record_evaluation(result: ModelEvaluation, data: DataSet) -> str:
-    """Store an evaluation in the model's file; return a line on the change. See `record_measurements`."""
-    document = result.to_dict()
-    changes = {
-        "evaluation": build_evaluation(document, data, result.split),
-        "receptive_field": document.get("receptive_field"),
-        "calibration": document["calibration"].get("fitted"),
-        "baseline": None if result.baseline is None else result.baseline.to_dict(),
-        "neighbours": None if result.neighbours is None else result.neighbours.to_dict(),
-        # a baseline, like a risk, is measured on the images that training set aside
-        "risk": None if result.baseline is None else result.metrics.risk,
-    }
-    return record_measurements(result.path, {name: value for name, value in changes.items() if value is not None})
-
-
 def build_evaluation(document: Mapping[str, Any], data: DataSet, split: str) -> dict[str, Any]:
     """Return the document that a model's metadata stores, from that of evaluation.json."""
     evaluation: dict[str, Any] = {
@@ -141,15 +123,23 @@ def build_evaluation(document: Mapping[str, Any], data: DataSet, split: str) -> 
         "accuracy": document[f"{split}_accuracy"],
     }
     if game := document.get("pointing_game"):
-        # the classes' parts say little without the data set
-        evaluation["pointing_game"] = {key: value for key, value in game.items() if key != "classes"}
+        evaluation["pointing_game"] = game
     if figures := document.get("faithfulness"):
-        rows = {(row["fill"], row["ranking"]): row for row in figures["rankings"]}
+        rows = {row["ranking"]: row for row in figures["rankings"]}
+        random = rows.get(RANDOM)
         evaluation["faithfulness"] = {
             "images": figures["images"],
             "random_control": figures["random_control"],
-            "removal": [_summarize_removal(rows, fill) for fill, ranking in rows if ranking == CONTRIBUTION],
-            "same_cell": {row["change"]: row["same_cell"]["mean"] for row in figures["stability"]},
+            "removal": [
+                {
+                    "fill": rows[CONTRIBUTION]["fill"],
+                    "changed": 1 - rows[CONTRIBUTION]["class_kept"],
+                    "changed_random": None if random is None else 1 - random["class_kept"],
+                    "drop_beyond_random": None if random is None else random["advantage"]["drop"],
+                }
+            ],
+            # shares of cells that stay under a change of the image, which is not measured any more
+            "same_cell": {},
         }
     if figures := document.get("attack"):
         evaluation["attack"] = {key: figures[key] for key in ("images", "levels", "margin", "steps")}
@@ -171,16 +161,6 @@ def build_evaluation(document: Mapping[str, Any], data: DataSet, split: str) -> 
     return evaluation | {key: value for key, value in copied.items() if value is not None}
 
 
-def _summarize_removal(rows: Mapping[tuple[str, str], Any], fill: str) -> dict[str, Any]:
-    random = rows.get((fill, RANDOM))
-    return {
-        "fill": fill,
-        "changed": 1 - rows[fill, CONTRIBUTION]["class_kept"],
-        "changed_random": None if random is None else 1 - random["class_kept"],
-        "drop_beyond_random": None if random is None else random["advantage"]["drop"],
-    }
-
-
 def record_measurements(path: Path, changes: dict[str, dict[str, Any]]) -> str:
     """Store measurements in a model's file, atomically; return a line on the change.
 
@@ -188,7 +168,7 @@ def record_measurements(path: Path, changes: dict[str, dict[str, Any]]) -> str:
 
     Args:
         changes: values of `evaluation`, `calibration`, `baseline` and `risk`, and for a checkpoint also of
-            `receptive_field` and `neighbours`; others stay as they are.
+            `receptive_field`; others stay as they are.
 
     Raises:
         ArtifactError: the file is damaged or not one of ours.

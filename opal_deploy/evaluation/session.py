@@ -17,13 +17,13 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
-from opal_deploy.evaluation.annotations import Annotations, ImageAnnotation
+from opal_deploy.evaluation.inputs import Annotations, ImageAnnotation
 from opal_deploy.evaluation.metrics import Evaluation, collapse_of_cells, compute_metrics, margins
 from opal_deploy.evaluation.parts import PartFigures, PartProtocol
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.predict.executor import prefetch
 from opal_deploy.predict.prepare import prepare
-from opal_deploy.predict.types import InferenceOptions, Pixels, Prepared
+from opal_deploy.predict.types import InferenceOptions, Pixels
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.runtime.session import ImageBatch, Session
 from opal_deploy.sources.image import InputImage
@@ -69,65 +69,58 @@ def photographs(
     Raises:
         UsageError: an image cannot be used.
     """
+
+    def load(index: int) -> tuple[Pixels, Geometry]:
+        sample = samples[index]
+        image = InputImage(str(sample.path), sample.path, sample.box if boxes else None)
+        ready = prepare(image, size, InferenceOptions())
+        if ready.pixels is None or ready.geometry is None:
+            raise UsageError(f"{image.name}: {ready.error or 'unusable'}; remove it from the data set")
+        return ready.pixels, ready.geometry
+
     indices = list(range(len(samples)) if chosen is None else chosen)
     done = 0
-    for pixels, geometries in prepared_batches([samples[index] for index in indices], size, boxes=boxes, batch=batch):
-        current = indices[done : done + len(pixels)]
-        known = [] if annotations is None else [annotations.images[index] for index in current]
-        yield Photographs(current, pixels, geometries, known, run(pixels))
-        done += len(pixels)
-        progress(done, len(indices), note)
-
-
-def prepared_batches(
-    samples: Sequence[Sample], size: tuple[int, int], *, boxes: bool = True, batch: int
-) -> Iterator[tuple[Pixels, list[Geometry]]]:
-    """Yield uint8 [n, H0, W0, 3] for up to `batch` samples at a time, prepared as in inference, with their geometries.
-
-    Raises:
-        UsageError: an image cannot be used.
-    """
-
-    def prepared(sample: Sample) -> Prepared:
-        request = InputImage(str(sample.path), sample.path, sample.box if boxes else None)
-        return prepare(request, size, InferenceOptions())
-
     with ThreadPoolExecutor(_WORKERS, "decode") as pool:
-        ready = prefetch((pool.submit(prepared, sample) for sample in samples), 2 * batch)
+        ready = prefetch((pool.submit(load, index) for index in indices), 2 * batch)
         while group := list(itertools.islice(ready, batch)):
-            pixels, geometries = [], []
-            for entry in group:
-                if entry.pixels is None or entry.geometry is None:
-                    raise UsageError(f"{entry.input.name}: {entry.error or 'unusable'}; remove it from the data set")
-                pixels.append(entry.pixels)
-                geometries.append(entry.geometry)
-            yield np.stack(pixels), geometries
+            current = indices[done : done + len(group)]
+            pixels = np.stack([image for image, _ in group])
+            known = [] if annotations is None else [annotations.images[index] for index in current]
+            yield Photographs(current, pixels, [geometry for _, geometry in group], known, run(pixels))
+            done += len(group)
+            progress(done, len(indices), note)
+
+
+def load_pixels(
+    samples: Sequence[Sample], size: tuple[int, int], *, chosen: Sequence[int] | None = None, boxes: bool = True
+) -> Pixels:
+    """Return all or the chosen samples as the model sees them, uint8 [n, H0, W0, 3]; raises as `photographs`."""
+    batches = photographs(lambda pixels: pixels, samples, size, chosen=chosen, boxes=boxes)
+    return np.concatenate([images.outputs for images in batches])
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
     """Metrics and outputs of a model on N images."""
 
-    evaluation: Evaluation
+    metrics: Evaluation
     parts: PartFigures | None
     labels: NDArray[np.int64]  # [N], class indices
     outputs: Outputs
     geometries: list[Geometry]
-    margins: NDArray[np.float64] | None = None  # [N], see `metrics.margins`; None for a model without anchors
 
     def to_dict(self, prefix: str) -> dict[str, Any]:
         """Return all metrics for JSON."""
-        return {**self.evaluation.to_dict(prefix), **(self.parts.to_dict() if self.parts else {})}
+        return {**self.metrics.to_dict(prefix), **(self.parts.to_dict() if self.parts else {})}
 
 
 def evaluate_session(
     session: Session,
-    samples: list[Sample],
+    samples: Sequence[Sample],
     *,
     boxes: bool = True,
     batch: int = 16,
     parts: PartLocations | None = None,
-    seed: int = 0,
     progress: Progress = no_progress,
     model: str = "the model",
 ) -> EvaluationResult:
@@ -141,7 +134,7 @@ def evaluate_session(
     """
     metadata = session.metadata
     labels = np.array([sample.label for sample in samples], dtype=np.int64)
-    protocol = None if parts is None else PartProtocol(session, parts, labels, cropped=boxes, seed=seed)
+    protocol = None if parts is None else PartProtocol(session, parts, labels, cropped=boxes)
     run = session.run if protocol is None else protocol.run
     collected: list[Outputs] = []
     geometries: list[Geometry] = []
@@ -164,9 +157,9 @@ def evaluate_session(
     if outputs.argmax is not None and outputs.scores is not None:
         collapse = collapse_of_cells(metadata.class_map.take(outputs.argmax, labels), labels, metadata.class_map)
         top2_margins = margins(outputs.logits, find_values(outputs.scores, metadata), metadata.class_map)
-    evaluation = compute_metrics(outputs.logits, labels, collapse, top2_margins)
+    metrics = compute_metrics(outputs.logits, labels, collapse, top2_margins)
     figures = None if protocol is None else protocol.summarize(hits, outputs, geometries)
-    return EvaluationResult(evaluation, figures, labels, outputs, geometries, top2_margins)
+    return EvaluationResult(metrics, figures, labels, outputs, geometries)
 
 
 def choose_samples(samples: Sequence[Sample], limit: int) -> list[int]:

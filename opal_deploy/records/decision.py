@@ -72,8 +72,8 @@ def _choose_margin(flag: str, path: Path, metadata: Metadata, rate: float) -> Ch
     risk = metadata.risk
     if not risk:
         raise UsageError(
-            f"{option}: {path} has no validation images to choose a margin by; choose one with "
-            f"`opal-deploy evaluate DATA --model {path} --target-error {100 * rate:g}%`, and give that"
+            f"{option}: {path} has no validation images to choose a margin by; give a margin, or store them with "
+            f"`opal-deploy evaluate DATA --model {path} --split val --record`"
         )
     supported = supported_rates(risk)
     point = choose_threshold(risk, rate) if rate in supported else None

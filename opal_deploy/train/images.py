@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from opal_deploy.datasets.boxes import draw_boxes
 from opal_deploy.datasets.samples import DataSet, Sample, shorten_list
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.evaluation.annotations import ImageAnnotation, annotate, has_creatures
+from opal_deploy.evaluation.inputs import ImageAnnotation, annotate, has_creatures
 from opal_deploy.logs import Log, Progress, WarningLine
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import Geometry, compute_geometry

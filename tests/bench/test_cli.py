@@ -38,12 +38,6 @@ def test_latency_of_two_models(bench, exact_model, linear_model, tmp_path):
     assert row.count("spread") == 4
 
 
-def test_the_networks_own_classifier_is_timed(bench):
-    options = "--backbone mobilenet_v3_small --head plain --size 32 --seconds 0.01 --repeats 1 --runtime eager"
-    (measurement,), _ = bench("latency", *options.split())
-    assert (measurement["target"]["name"], measurement["target"]["head"]) == ("mobilenet_v3_small + plain", "plain")
-
-
 def test_two_files_are_compared(bench, exact_model, linear_model):
     (measurement,), stderr = bench("compare", linear_model, exact_model, "--repeats", "4")
     assert measurement["case"]["reference"] == "none.onnx, onnxruntime, fp32"

@@ -39,8 +39,8 @@ def images():
 
 @pytest.mark.parametrize(
     ("setup", "tolerance"),
-    [(EAGER, 1e-4), (replace(EAGER, channels_last=True), 1e-4), (CPU, 1e-5)],
-    ids=["PyTorch", "channels last", "ONNX Runtime"],
+    [(EAGER, 1e-4), (CPU, 1e-5)],
+    ids=["PyTorch", "ONNX Runtime"],
 )
 def test_a_network_is_that_of_the_exported_file(network, exact_session, images, setup, tolerance):
     session = load_model(network, setup).session
@@ -49,7 +49,7 @@ def test_a_network_is_that_of_the_exported_file(network, exact_session, images, 
     np.testing.assert_allclose(outputs.scores, expected.scores, atol=tolerance)
     assert outputs.argmax.dtype == np.int32
     assert (outputs.argmax == expected.argmax).mean() > 0.97
-    assert session.metadata.unverified == ("made to be timed" if setup is CPU else "")
+    assert session.metadata.unverified == ("exported with --no-verify" if setup is CPU else "")
     assert session.metadata.outputs == ("logits", "argmax", "scores")
 
 
@@ -61,10 +61,9 @@ def test_half_precision_rounds_the_backbone(network, eager, images, precision):
     assert all(p.dtype == torch.float32 for p in network.checkpoint.network.parameters())
 
 
-@pytest.mark.parametrize("precision", ["fp16", "int8"])
-def test_a_file_in_another_precision_is_made_and_runs(network, images, precision):
-    model = load_model(network, replace(CPU, precision=precision))
-    assert model.target.precision == model.session.metadata.precision == precision
+def test_a_file_in_another_precision_is_made_and_runs(network, images):
+    model = load_model(network, replace(CPU, precision="fp16"))
+    assert model.target.precision == model.session.metadata.precision == "fp16"
     assert len(model.session.run(images)) == 3
 
 
@@ -76,8 +75,8 @@ def test_a_target_is_described(network, eager, exact_model):
     )  # fmt: skip
     file = load_model(exact_model, CPU)
     assert (file.target.sha256, file.target.runtime, file.threads) == (compute_sha256(exact_model), "onnxruntime", 1)
-    compiled = load_model(checkpoint, replace(CPU, runtime="compile", channels_last=True))
-    assert (compiled.target.runtime, compiled.target.options) == ("torch compile", "freezing, NHWC")
+    compiled = load_model(checkpoint, replace(CPU, runtime="compile"))
+    assert (compiled.target.runtime, compiled.target.options) == ("torch compile", "freezing")
     assert "to logits, argmax, scores in host memory" in file.describe_timing(1)
 
 
@@ -104,12 +103,9 @@ def test_each_stride_and_head_of_a_backbone_is_a_network_of_its_own():
 
 
 def test_of_several_runtimes_each_gets_the_options_that_it_knows():
-    options = SweepOptions(
-        runtime=("eager", "compile", "onnxruntime"), precision=("fp32", "fp16"), channels_last=True, cuda_graphs=True,
-    )  # fmt: skip
+    options = SweepOptions(runtime=("eager", "compile", "onnxruntime"), precision=("fp32", "fp16"), cuda_graphs=True)
     setups = {setup.runtime[0]: setup for setup in list_setups(options)}
     assert len(list_setups(options)) == 6
-    assert [setup.channels_last for setup in setups.values()] == [True, True, False]
     assert [setup.cuda_graphs for setup in setups.values()] == [False, True, False]
 
 
@@ -126,11 +122,10 @@ def test_the_stages_of_a_batch_are_timed(exact_model, images):
 @pytest.mark.parametrize(
     ("setup", "message"),
     [
-        (replace(CPU, precision="tf32"), "ONNX files have no precision tf32"),
-        (replace(CPU, precision="bf16"), "no bfloat16 convolutions here"),
+        (replace(CPU, precision="tf32"), "tf32"),
+        (replace(CPU, precision="bf16"), "bf16 is timed from a file"),
         (replace(EAGER, precision="tf32"), "CPUs have no precision tf32"),
         (replace(EAGER, precision="int8"), "PyTorch has no precision int8"),
-        (replace(CPU, channels_last=True), "--channels-last"),
         (replace(EAGER, cuda_graphs=True), "--cuda-graphs"),
         (replace(CPU, runtime="compile", cuda_graphs=True), "--cuda-graphs"),
         (replace(EAGER, device="tpu"), "expected auto, cpu, cuda"),

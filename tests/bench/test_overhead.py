@@ -2,7 +2,6 @@
 
 import copy
 import json
-from decimal import Decimal
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from opal_deploy.bench.overhead import (
     count_head,
     count_module,
     count_rows,
-    format_like,
     format_tables,
     load_paper,
     summarise,
@@ -108,17 +106,9 @@ class Authors(nn.Module):
         return -torch.cdist(z, self.get_buffer("anchors"))
 
 
-@pytest.mark.parametrize("softmax", [nn.Softmax(dim=1), nn.Softmax2d()], ids=["Softmax", "Softmax2d"])
-def test_the_papers_convention_is_what_ptflops_counts_for_modules_like_the_authors(softmax):
-    counted = count_module(Authors(softmax).eval().to("meta"), (SMALL.features, *SMALL.grid))
+def test_the_papers_convention_is_what_ptflops_counts_for_modules_like_the_authors():
+    counted = count_module(Authors(nn.Softmax2d()).eval().to("meta"), (SMALL.features, *SMALL.grid))
     assert counted.paper == count_head("opal", SMALL).paper
-
-
-def test_a_dense_layers_bias_is_all_that_ptflops_adds_to_the_linear_head():
-    for bias, extra in ((False, 0), (True, SMALL.classes)):
-        module = on_meta(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(SMALL.features, SMALL.classes, bias=bias))
-        counted = count_module(module, (SMALL.features, *SMALL.grid))
-        assert counted.paper == count_head("linear", SMALL).paper + extra
 
 
 @pytest.mark.parametrize(
@@ -184,19 +174,6 @@ def test_a_bound_holds_below_it_only(table):
         check_paper(table, paper, lambda _: None)
 
 
-def test_digits_are_those_printed():
-    for value, printed, expected in (
-        ("409800", "401.6k", "409.8k"),
-        ("4130187264e-9", "4.14", "4.13"),
-        # the paper's halves go to the even digit
-        ("104550", "0.0k", "104.6k"),
-        ("1004500", "0.000M", "1.004M"),
-        ("11.6", "0.00", "11.60"),
-        ("7", "3", "7"),
-    ):
-        assert format_like(Decimal(value), printed) == expected
-
-
 # the command ----------------------------------------------------------------------------------------------------------
 
 
@@ -227,10 +204,3 @@ def test_layers_kept_at_a_finer_stride_cost_operations_and_no_parameters(opal, t
 )
 def test_wrong_calls_are_one_line_before_anything_is_counted(opal, arguments, message):
     assert message in one_line(opal("bench", "overhead", *arguments.split()))
-
-
-def test_without_ptflops_it_says_what_to_install(opal):
-    done = opal("bench", "overhead", blocked=("ptflops",))
-    assert done.returncode == 2
-    assert "needs ptflops" in done.stderr
-    assert "opal-deploy[bench]" in done.stderr

@@ -6,7 +6,7 @@ import torch
 from opal_deploy.artifact import onnx_file
 from opal_deploy.bench.networks import update_batch_norms
 from opal_deploy.datasets.registry import read_dataset
-from opal_deploy.evaluation.session import prepared_batches
+from opal_deploy.evaluation.session import load_pixels
 from opal_deploy.export.api import export_model
 from opal_deploy.model.checkpoint import Checkpoint, save
 from opal_deploy.model.config import HeadConfig, NetworkConfig
@@ -40,7 +40,7 @@ def names(files):
 
 def _train(network, samples):
     network.eval()
-    ((pixels, _),) = prepared_batches(samples, (64, 64), batch=len(samples))
+    pixels = load_pixels(samples, (64, 64))
     images = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 127.5 - 1
     labels = torch.tensor([sample.label for sample in samples])
     optimizer = torch.optim.Adam(network.parameters(), 1e-2)

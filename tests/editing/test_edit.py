@@ -60,7 +60,7 @@ def test_the_effect_is_known_before_the_edited_model_runs(files, names, tmp_path
     before, after = result.effect.accuracy
     for path, accuracy in ((files / "model.pt", before), (out, after)):
         measured = evaluate_model(path, files / "data", split="val", device="cpu", threads=1, log=print)
-        assert measured.evaluation.evaluation.accuracy == pytest.approx(accuracy)
+        assert measured.accuracy == pytest.approx(accuracy)
     assert result.metadata.edits[-1]["measured"]["accuracy"] == [before, after]
     text = page.read_text(encoding="utf-8")
     # both may be passed on

@@ -8,7 +8,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.editing.scores import ScoredData, Scores
 from opal_deploy.editing.suggestions import choose_drops, suggest_slots
-from opal_deploy.evaluation.annotations import Annotations, ImageAnnotation, Part
+from opal_deploy.evaluation.inputs import Annotations, ImageAnnotation, Part
 from opal_deploy.preprocess.geometry import Geometry
 
 GRID, IMAGES = (8, 8), 20
@@ -67,7 +67,7 @@ def _choose(labels, scores, cells):
 def test_slots_off_the_parts_of_cropped_images_are_suspected():
     cells = np.full((IMAGES, 8), MIDDLE, np.int32)
     cells[:, 2] += 2
-    part = Part("beak", ((16.0, 16.0, 40.0, 40.0),))
+    part = Part(((16.0, 16.0, 40.0, 40.0),))
     data = ScoredData(
         Scores(METADATA, np.full((IMAGES, 8), 0.5, np.float32), np.zeros(IMAGES, np.int64)), cells,
         [Sample(Path("x"), 0)] * IMAGES, [Geometry.whole(64, 64)] * IMAGES,

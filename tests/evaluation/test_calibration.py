@@ -52,12 +52,10 @@ def test_exact_probabilities_show_only_what_chance_makes_and_wrong_ones_more():
     logits, labels = draw(600, seed=3)
     exact = measure_calibration(logits, labels, TRUE_TEMPERATURE)
     assert exact.ece == pytest.approx(exact.ece_perfect, abs=0.02)
-    assert exact.low < 0.02
     sharp = measure_calibration(logits, labels, TRUE_TEMPERATURE / 4)
     accuracy = (logits.argmax(axis=1) == labels).mean()
     assert sharp.mean_probability > accuracy + 0.1
-    assert sharp.low > exact.ece
-    assert sharp.low < sharp.ece < sharp.high
+    assert sharp.ece > 2 * exact.ece
     # 40 images a bin, the standard deviation of the share of right ones is at most sqrt(0.25 / 40) = 0.08
     assert 0 < perfect_calibration_error(np.full(600, 0.5)) < 0.08
 

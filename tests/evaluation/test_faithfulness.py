@@ -12,9 +12,9 @@ from opal_deploy.artifact.opal_head import cosines
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
-from opal_deploy.evaluation.annotations import Annotations, ImageAnnotation
 from opal_deploy.evaluation.cells import blur_image
-from opal_deploy.evaluation.faithfulness import format_faithfulness, measure_faithfulness
+from opal_deploy.evaluation.faithfulness import measure_faithfulness
+from opal_deploy.evaluation.inputs import Annotations, ImageAnnotation
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.logs import no_progress
 
@@ -70,20 +70,6 @@ def shown_cosine(strong, weak):
     return (a + b) / math.sqrt(2) / math.sqrt(a * a + b * b + 2 * 0.45**2 + 2 * 0.4**2)
 
 
-def brightest_cells(bright):
-    """The slots of `shown` look at the brightest and the second brightest cell."""
-    n = len(bright)
-    brightest = np.argsort(-bright, axis=1, kind="stable")[:, :2]
-    cells = np.concatenate([brightest, np.tile([0, 15, 3, 12], (n, 1))], axis=1)
-    return np.tile([0.9, 0.6, 0.1, 0.1, 0.05, 0.05], (n, 1)), cells
-
-
-def fixed_cells(bright):
-    """Always the cells of the leftmost column, whatever the image."""
-    n = len(bright)
-    return np.tile([0.9, 0.6, 0.1, 0.1, 0.05, 0.05], (n, 1)), np.tile([4, 8, 0, 15, 3, 12], (n, 1))
-
-
 def painted(folder, cells):
     """Grey images of 32 x 32 on black: of each, cell -> grey value; labelled 0."""
     samples = []
@@ -98,11 +84,11 @@ def painted(folder, cells):
     return samples
 
 
-def _measure(session, samples, *, chosen=None, center=0.5, progress=no_progress, **options):
+def _measure(session, samples, *, chosen=None, progress=no_progress, **options):
     annotations = Annotations([ImageAnnotation("shown")] * len(samples), "cells")
     chosen = list(range(len(samples)) if chosen is None else chosen)
     settings = EvaluateOptions(faithfulness=True, **options)
-    return measure_faithfulness(session, samples, chosen, annotations, settings, center=center, progress=progress)
+    return measure_faithfulness(session, samples, chosen, annotations, settings, progress=progress)
 
 
 def _by_ranking(measured):
@@ -148,7 +134,7 @@ def test_the_evidence_beats_random_cells_which_show_nothing(measured):
     # the class is lost with its evidence only
     assert evidence.class_kept == 0.0
     assert other.deletion == pytest.approx([other.deletion[0]] * 3, abs=1e-12)
-    assert (other.evidence_share, other.class_kept, other.cells) == (0.0, 1.0, 2.0)
+    assert other.class_kept == 1.0
     assert other.advantage.drop.mean == pytest.approx(evidence.drop.mean, abs=1e-12)
     assert other.advantage.deletion_area.low > 0.1
 
@@ -172,14 +158,12 @@ def test_evidence_that_is_made_up_is_no_better_than_controls(tmp_path):
         assert difference.low < 0 < difference.high
 
 
-def test_an_image_depends_on_its_index_and_the_seed_not_on_the_others(two_cell_images):
-    whole, alone, other, batched = (
+def test_an_image_depends_on_its_index_not_on_the_others(two_cell_images):
+    whole, alone, batched = (
         _measure(KnownSession(two_cells), two_cell_images, **options)
-        for options in ({"chosen": [7], "batch": 1}, {"chosen": [7]}, {"chosen": [7], "seed": 1}, {"batch": 3})
+        for options in ({"chosen": [7], "batch": 1}, {"chosen": [7]}, {"batch": 3})
     )
-
     assert whole == alone
-    assert other != alone
     assert batched == _measure(KnownSession(two_cells), two_cell_images, batch=12)
 
 
@@ -189,48 +173,9 @@ def test_equal_images_run_once_in_batches_of_the_options(two_cell_images):
     _measure(session, two_cell_images, batch=5, progress=lambda *what: done.append((what[0], what[1])))
 
     assert max(session.batches) == 5
-    # of an image: itself and two changes; deletion of no cell, of 1 and 2 in two orders
-    assert sum(session.batches) == 12 * (1 + 2 + 1 + 2 * 2)
+    # of an image: itself; deletion of no cell, of 1 and 2 in two orders
+    assert sum(session.batches) == 12 * (1 + 1 + 2 * 2)
     assert done == [(4, 12), (8, 12), (12, 12)]
-
-
-def _stability(session, images):
-    changes = _measure(session, images).stability
-    return {change.change: change.same_cell.mean for change in changes}
-
-
-def test_cells_are_stable_where_they_stay_and_follow_a_flip(tmp_path):
-    generator = np.random.default_rng(2)
-    for folder in ("brightest", "fixed"):
-        (tmp_path / folder).mkdir()
-    places = [generator.choice(16, 2, replace=False).tolist() for _ in range(10)]
-    images = painted(tmp_path / "brightest", [{first: 250, second: 180} for first, second in places])
-    stability = _stability(KnownSession(brightest_cells), images)
-    assert {*stability.values()} == {1.0}
-    # cells that never move do not follow a flip
-    images = painted(tmp_path / "fixed", [{4: 255}, {8: 200}])
-    assert _stability(KnownSession(fixed_cells), images) == {**dict.fromkeys(stability, 1.0), "horizontal flip": 0.0}
-
-
-@pytest.mark.parametrize(("center", "share"), [(0.5, 0.0), (-0.5, 1.0)])
-def test_a_cell_follows_a_flip_by_the_centre_of_what_it_sees(tmp_path, center, share):
-    def seen_from_the_right(bright):
-        scores, cells = brightest_cells(bright)
-        cells[:, :2] += 1  # each cell sees the one to its left
-        return scores, cells
-
-    images = painted(tmp_path, [{1: 250, 10: 180}] * 4)
-    changes = _measure(KnownSession(seen_from_the_right), images, center=center).stability
-    assert changes[-1].same_cell.mean == share
-
-
-def test_text_and_json_are_complete(measured):
-    text = "\n".join(format_faithfulness(measured))
-    for part in ("12 of 12 images", "2.0 different cells", "random", "grad-cam: an "):
-        assert part in text
-    document = measured.to_dict()
-    assert len(document["rankings"]) == 2
-    assert document["rankings"][1]["advantage"]["drop"].keys() == {"mean", "low", "high", "count"}
 
 
 def test_logits_that_are_not_finite_are_refused(tmp_path):

@@ -1,43 +1,41 @@
-"""Parts taken away: measures of known evidence, and a model whose label is the background."""
+"""Interventions: weights that are shuffled, parts that are taken away, and a label that is the background."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
-from opal_deploy.evaluation.cells import GradCam
+from opal_deploy.evaluation.inputs import Annotations, ImageAnnotation
 from opal_deploy.evaluation.interventions import (
     EVIDENCE,
-    GRAD_CAM,
-    PARTS,
     format_interventions,
+    format_randomisation,
     measure_interventions,
-    name_parts,
+    measure_randomisation,
     rank_correlation,
 )
+from opal_deploy.evaluation.options import EvaluateOptions
+from opal_deploy.model.backbones import Backbone
 from opal_deploy.model.checkpoint import build_metadata
-from opal_deploy.model.config import PLAIN_CLASSIFIER
-from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.synthetic.creatures import list_species
-from tests.builders import SMALL_BACKBONE, build_checkpoint
+from tests.builders import build_checkpoint
 
+SIDE = 96
 WORTH = np.array([4.0, 3.0, 2.0, 1.0, 0.0])
 
 
 @pytest.mark.parametrize(
-    ("importance", "correlation", "named"),
-    [
-        ([0.6, 0.4, 0.05, 0.01, 0.0], 1.0, {0, 1}),
-        # two of the parts have no evidence and share a rank
-        ([0.0, 0.0, 0.1, 0.2, 0.7], -0.97, {2, 3, 4}),
-        ([0.0] * 5, 0.0, set()),
-    ],
+    ("importance", "correlation"),
+    # in the second, two of the parts have no evidence and share a rank
+    [([0.6, 0.4, 0.05, 0.01, 0.0], 1.0), ([0.0, 0.0, 0.1, 0.2, 0.7], -0.97), ([0.0] * 5, 0.0)],
 )
-def test_evidence_is_correlated_with_what_parts_are_worth_and_names_some(importance, correlation, named):
+def test_evidence_is_correlated_with_what_parts_are_worth(importance, correlation):
     assert rank_correlation(np.array(importance), WORTH) == pytest.approx(correlation, abs=0.01)
-    assert name_parts(np.array(importance)) == named
 
 
 class Oracle:
@@ -62,18 +60,7 @@ def test_a_label_that_is_the_background_fails(by_background, low, high):
     measured = measure_interventions(Oracle(by_background), (96, 96), 12)
     assert low <= measured.same_answer.mean <= high
     assert [row.method for row in measured.explained] == [EVIDENCE]
-    # nothing that is taken away changes the answer
-    assert measured.explained[0].deletion.mean == 0
-    assert len(list(format_interventions(measured))) == 3
-
-
-def test_a_network_without_prototypes_is_explained_by_grad_cam_alone():
-    loaded = build_checkpoint(SMALL_BACKBONE, PLAIN_CLASSIFIER, (96, 96))
-    loaded = replace(loaded, class_names=tuple(kind.name for kind in list_species(4)))
-    session = TorchSession(loaded, device="cpu", threads=1)
-    measured = measure_interventions(session, (96, 96), 2, heat_map=GradCam(loaded.network))
-    assert [row.method for row in measured.explained] == [GRAD_CAM]
-    assert len(list(format_interventions(measured))) == 3
+    assert len(list(format_interventions(measured))) == 2
 
 
 def test_other_classes_are_refused():
@@ -81,4 +68,54 @@ def test_other_classes_are_refused():
     oracle.metadata = replace(oracle.metadata, class_names=("Gull", "Tern", "Skua", "Albatross"))
     with pytest.raises(UsageError, match="the classes are Gull, Tern, Skua"):
         measure_interventions(oracle, (96, 96), 1)
-    assert len(PARTS) == 5
+
+
+class _Spot(nn.Module):
+    """Adds the same bright cell to the features, whatever the weights before it."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+        self.register_buffer("spot", torch.zeros(1, 24, 3, 3))
+        self.spot[0, :, 1, 2] = 1e3
+
+    def forward(self, images):
+        return {"features": self.body(images)["features"] + self.spot}
+
+
+@pytest.fixture
+def samples(make_pictures, tmp_path):
+    return [Sample(path, number % 4) for number, path in enumerate(make_pictures(tmp_path, 12))]
+
+
+def measure(samples, fixed):
+    loaded = build_checkpoint(size=(SIDE, SIDE))
+    network = loaded.network
+    if fixed:
+        network.backbone = Backbone("spot", _Spot(network.backbone.body), 24, 32)
+        # no softmax over channels, and weights of one sign: the bright cell has every channel's maximum
+        with torch.no_grad():
+            network.head.projection.weight.abs_()
+            network.head.projection.bias.zero_()
+        network.head.attend = lambda projected: projected
+    # the object is the right column of cells
+    annotations = Annotations([ImageAnnotation("a", boxes=((64, 0, 96, 96),))] * len(samples), "cells of the boxes")
+    return measure_randomisation(loaded, samples, annotations, EvaluateOptions(device="cpu", threads=1))
+
+
+def test_what_was_learned_goes_and_chance_is_told(samples):
+    measured = measure(samples, fixed=False)
+    names = [stage.shuffled for stage in measured.stages]
+    assert names == ["nothing", "the head", "second", "first"]
+    assert measured.stages[0].same_cell.mean == 1.0
+    # of nine cells some stay by chance, more than a ninth since the background of pictures is even
+    assert measured.stages[-1].same_cell.mean < 0.6
+    assert measured.stages[0].object.random == pytest.approx(1 / 3)
+    assert len(list(format_randomisation(measured))) == 2 + len(names)
+
+
+def test_evidence_that_ignores_the_weights_keeps_its_hits(samples):
+    measured = measure(samples, fixed=True)
+    for stage in measured.stages:
+        assert stage.same_cell.mean == 1.0
+        assert stage.object.mean == 1.0

@@ -1,7 +1,6 @@
 """Consistency, stability and part purity by hand, of a perfect detector, a network and its export."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from opal_deploy.evaluation.parts import (
     TOP,
     PartProtocol,
     add_noise,
+    explain_undefined,
     part_hits,
     patch_boxes,
     peak_locations,
@@ -202,11 +202,10 @@ def test_stability_counts_images_without_a_changed_hit_and_is_the_mean_over_prot
     assert prototype_stability(clean, noisy, np.array([1, 4, 4, 4]), ClassMap.blocks(5, 2)) == 50.0
 
 
-def test_noise_is_clipped_gaussian_and_depends_on_seed_and_image_not_on_the_batch():
+def test_noise_is_clipped_gaussian_and_depends_on_the_image_not_on_the_batch():
     images = np.full((4, 3, 64, 64), 1.5, np.float32)
-    whole = add_noise(images, range(4), seed=0)
-    assert np.array_equal(whole[2:], add_noise(images[2:], [2, 3], seed=0))
-    assert not np.array_equal(whole, add_noise(images, range(4), seed=8))
+    whole = add_noise(images, range(4))
+    assert np.array_equal(whole[2:], add_noise(images[2:], [2, 3]))
     assert len({noise.tobytes() for noise in whole}) == 4
     # N(0, 0.2) is beyond 1.25 standard deviations 21.1 % of the time
     noise = np.abs(whole - 1.5)
@@ -266,8 +265,7 @@ def checkpoint(data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def exported(checkpoint):
-    """With all that the figures need; the comparison with PyTorch is what the tests make."""
-    options = ExportOptions(threads=1, outputs="attention", input="float32", verify=False)
+    options = ExportOptions(threads=1, verify=False)
     source = CheckpointSource(checkpoints.load(checkpoint), checkpoint)
     return OnnxSession(export(plan_export(source, options)).onnx[0].path, threads=1)
 
@@ -334,48 +332,30 @@ def test_a_perfect_detector_scores_a_hundred():
     assert clipped.purity < 100.0
 
 
-def test_checkpoint_and_export_agree_whatever_the_batch(data, checkpoint, exported):
-    session = TorchSession(checkpoint, device="cpu", threads=1)
-    reference, deployed = _measure(session, data), _measure(exported, data, batch=5)
-    assert deployed.parts == reference.parts
-    assert deployed.outputs.attention is None
-    assert reference.parts.unavailable == {}
+def test_an_export_has_the_purity_of_its_checkpoint_whatever_the_batch(data, checkpoint, exported):
+    reference = _measure(TorchSession(checkpoint, device="cpu", threads=1), data).parts
+    deployed = _measure(exported, data, batch=5).parts
+    assert (deployed.purity, deployed.purity_std) == (reference.purity, reference.purity_std)
+    assert reference.unavailable == {}
     # otherwise the agreement would be one of nothing with nothing
-    assert 0.0 < reference.parts.consistency < 100.0
-    assert reference.parts.purity > 0.0
-    # the seed changes the noise only
-    other = _measure(exported, data, seed=1).parts
-    assert replace(other, stability=reference.parts.stability) == reference.parts
+    assert 0.0 < reference.consistency < 100.0
+    assert reference.purity > 0.0
+    assert list(deployed.unavailable) == [*FIGURES[:2]]
+    assert deployed.to_dict()["prototype_stability"] is None
 
 
 @pytest.mark.parametrize(
-    ("changes", "reasons"),
+    ("changes", "cropped", "reason"),
     [
-        ({"outputs": ("logits", "argmax", "scores"), "input_kind": "uint8"},
-         {FIGURES[0]: "no output attention;", FIGURES[1]: "float32 input"}),
-        ({"input_kind": "uint8"}, {FIGURES[1]: "export birds.pt --out birds.attention.onnx"}),
-        ({"evidence": "none"}, dict.fromkeys(FIGURES, "no prototypes")),
-        ({"input_size": (224, 448)}, dict.fromkeys(FIGURES, "its input is 224x448")),
+        ({"evidence": "none"}, True, "no prototypes"),
+        ({"input_size": (224, 448)}, True, "its input is 224x448"),
+        ({}, False, "leave --no-boxes out"),
     ],
-    ids=["no attention", "normalised in the graph", "no prototypes", "another size"],
-)  # fmt: skip
-def test_a_figure_that_cannot_be_measured_has_a_reason(data, exported, changes, reasons):
-    metadata = replace(exported.metadata, **changes)
-    session = SimpleNamespace(metadata=metadata, run=exported.run, run_normalised=exported.run_normalised)
-    unavailable = PartProtocol(session, cub.read_parts(data.root, data.test), np.zeros(12, np.int64)).unavailable
-    assert unavailable.keys() == reasons.keys()
-    assert all(reasons[name] in reason for name, reason in unavailable.items())
-
-
-def test_what_can_be_measured_is_measured_all_the_same(data, exported):
-    parts = _measure(exported, data, boxes=False).parts
-    assert (parts.consistency, parts.stability, parts.purity) == (None, None, None)
-    assert set(parts.unavailable.values()) == {"the protocol crops to the boxes; leave --no-boxes out"}
-    metadata = replace(exported.metadata, input_kind="uint8")
-    parts = _measure(SimpleNamespace(metadata=metadata, run=exported.run, description=""), data).parts
-    assert parts == replace(_measure(exported, data).parts, stability=None, unavailable=parts.unavailable)
-    assert parts.to_dict()["prototype_stability"] is None
-    assert list(parts.to_dict()["unavailable"]) == ["prototype_stability"]
+)
+def test_figures_that_are_not_defined_have_a_reason(changes, cropped, reason):
+    unavailable = explain_undefined(replace(_Detector.metadata, **changes), cropped=cropped)
+    assert list(unavailable) == [*FIGURES]
+    assert all(reason in text for text in unavailable.values())
 
 
 def test_the_function_gives_the_same_figures_as_shares(birds, data, checkpoint):

@@ -46,7 +46,7 @@ def test_a_rate_that_validation_images_cannot_support_is_refused(exact_model):
     ]
     for risk, message in (
         (few, r"20 validation images support; expected 20%, or a margin$"),
-        ({}, r"has no validation images.*--target-error 5%"),
+        ({}, r"has no validation images.*--split val --record"),
     ):
         with pytest.raises(UsageError, match=message):
             choose_margin("5%", exact_model, replace(read_metadata(exact_model), risk=risk))
