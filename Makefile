@@ -14,6 +14,11 @@ PARALLEL := --numprocesses auto --dist loadfile --no-loadscope-reorder
 TRITON_VENV := .venv-triton
 TRITON_INSTALLED := $(TRITON_VENV)/.installed
 
+# ONNX Runtime's CUDA provider, which runs over stub libraries in tests/gpu_stubs, and the bindings of TensorRT; everything
+# else, the CPU's ONNX Runtime excepted, comes from .venv
+GPU_STUBS_VENV := .venv-gpu-stubs
+GPU_STUBS_INSTALLED := $(GPU_STUBS_VENV)/.installed
+
 # runtimes in which nothing here runs a model, but users do; everything else comes from .venv, and `oldest` in front of it is
 # an ONNX Runtime of 2023
 RUNTIMES_VENV := .venv-runtimes
@@ -28,7 +33,7 @@ CABRNET_INSTALLED := $(CABRNET_VENV)/.installed
 ORT_WEB := .ort-web
 ORT_WEB_INSTALLED := $(ORT_WEB)/.installed
 
-.PHONY: help demo quick-model triton-venv ort-web test test-runtimes test-cabrnet test-all test-image test-image-gpu tutorial dist check docs format clean
+.PHONY: help demo quick-model triton-venv gpu-stubs-venv ort-web test test-runtimes test-cabrnet test-all test-image test-image-gpu tutorial dist check docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -36,6 +41,7 @@ help:
 	@echo "make quick-model  train the model of \`demo --quick\` again"
 	@echo "make test      the tests (about 15 minutes on 2 cores)"
 	@echo "make triton-venv  tritonserver for the tests that start one (Linux on x86_64; 60 MB)"
+	@echo "make gpu-stubs-venv  onnxruntime-gpu for the tests over stub CUDA libraries (Linux on x86_64; 400 MB)"
 	@echo "make ort-web   ONNX Runtime Web, axe and pyright by npm, for tests (200 MB)"
 	@echo "make test-cabrnet   exported PIP-Net and ProtoPNet files, compared with CaBRNet itself (5 minutes)"
 	@echo "make test-runtimes  exported files in ten runtimes, compared with the table in the documentation (8 minutes)"
@@ -70,6 +76,18 @@ $(TRITON_INSTALLED): $(INSTALLED)
 triton-venv: $(TRITON_INSTALLED)
 
 # its own packages come first on the import path, so that `onnxruntime` is the GPU's
+$(GPU_STUBS_INSTALLED): $(INSTALLED)
+	@$(BIN)/python -m venv --clear --without-pip $(GPU_STUBS_VENV)
+	@$(BIN)/python -c 'import platform as p, sys; sys.exit((p.system(), p.machine()) != ("Linux", "x86_64"))' || \
+	  { echo "no onnxruntime-gpu for this machine; tests that need it are skipped"; exit 0; }; \
+	$(BIN)/python -m pip --python $(GPU_STUBS_VENV)/bin/python install --quiet --disable-pip-version-check --no-deps \
+	  'onnxruntime-gpu>=1.27,<1.32' 'cuda-bindings>=13,<14' 'cuda-pathfinder>=1.3,<2' 'tensorrt-cu13-bindings>=11,<12'
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(GPU_STUBS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	@touch $@
+
+gpu-stubs-venv: $(GPU_STUBS_INSTALLED)
+
 $(RUNTIMES_INSTALLED): $(INSTALLED)
 	@$(BIN)/python -m venv --clear --without-pip $(RUNTIMES_VENV)
 	@echo "Installing other runtimes into $(RUNTIMES_VENV) (1 GB)"
@@ -116,11 +134,12 @@ quick-model: $(INSTALLED)
 	$(BIN)/opal-deploy evaluate runs/quick-model/data --model opal_deploy/cli/demo/creatures.onnx --faithfulness --record
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu and not network"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu and not network" --ignore tests/gpu_stubs
 
-test-all: $(INSTALLED) $(TRITON_INSTALLED) $(ORT_WEB_INSTALLED)
-	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu"
-	@$(MAKE) --no-print-directory test-runtimes
+test-all: $(INSTALLED) $(TRITON_INSTALLED) $(ORT_WEB_INSTALLED) $(GPU_STUBS_INSTALLED)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" --ignore tests/gpu_stubs
+	$(GPU_STUBS_VENV)/bin/python -m pytest tests/gpu_stubs
+	@$(MAKE) --no-print-directory test-runtimes test-cabrnet
 	@if command -v buildah debootstrap >/dev/null; then $(MAKE) --no-print-directory test-image test-image-gpu; \
 	else echo "Left out: test-image and test-image-gpu, which need buildah and debootstrap"; fi
 

@@ -17,7 +17,6 @@ from opal_deploy.runtime.devices import Driver, Gpu
 ROOT = Path(__file__).resolve().parents[2]
 DRIVER = Driver("580.95.05", (13, 0), (Gpu(0, "NVIDIA H200", 150_754_820_096, (9, 0)),))
 NO_DRIVER = Driver(problem="no NVIDIA driver found (libnvidia-ml.so.1)")
-OLD_DRIVER = replace(DRIVER, version="550.54", cuda=(12, 4))
 P100 = replace(DRIVER, gpus=(Gpu(0, "Tesla P100", None, (6, 0)),))
 H200 = DRIVER.gpus[0]
 # answers of onnxruntime
@@ -77,7 +76,6 @@ CRASHED = dict.fromkeys(DEVICES, "crashed with signal 11")
         pytest.param(GPU_ONLY, DRIVER, CUDA, {}, id="a GPU server"),
         pytest.param(GPU_ONLY, NO_DRIVER, CUDA, {"gpu": "no NVIDIA driver found"}, id="no driver"),
         pytest.param(GPU_ONLY, DRIVER, LOST_CUBLAS, {"gpu": "libcublas.so.13"}, id="a CUDA library is missing"),
-        pytest.param(GPU_ONLY, OLD_DRIVER, CUDA, {"gpu": "driver 550.54 runs CUDA 12.4 at most"}, id="an old driver"),
         pytest.param(GPU_ONLY, P100, CUDA, {"gpu": "compute capability 7.5"}, id="an old GPU"),
         pytest.param(GPU_ONLY, DRIVER, CRASH, CRASHED, id="the import crashes"),
         pytest.param((*GPU_ONLY, "onnxruntime==1"), DRIVER, CPU_ONLY, {"gpu": "no CUDA provider"}, id="both packages"),
@@ -96,19 +94,11 @@ def test_a_device_is_usable_or_refused_in_one_line(machine, document, installed,
         assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(("hidden", "error"), [("", 0), ("7", 100)])
-def test_hidden_gpus_are_not_usable(machine, document, monkeypatch, hidden, error):
-    machine(*GPU_ONLY, driver=DRIVER, answer=CUDA, error=error)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+def test_hidden_gpus_are_not_usable(machine, document, monkeypatch):
+    machine(*GPU_ONLY, driver=DRIVER, answer=CUDA, error=0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     _, fact = document("onnxruntime-gpu")
     assert (fact["gpu"], fact["advice"]) == (False, "unset CUDA_VISIBLE_DEVICES")
-
-
-def test_a_driver_without_its_part_of_cuda_is_told_from_none(machine, document):
-    machine(*GPU_ONLY, "cuda.bindings==13", driver=DRIVER, answer=CUDA, error=35)
-    _, fact = document("onnxruntime-gpu")
-    assert "CUDA does not start" in fact["problem"]
-    assert "NVIDIA_DRIVER_CAPABILITIES" in fact["advice"]
 
 
 def test_both_onnxruntimes_are_a_warning_in_the_document_that_comes_before_a_refusal(machine, capsys):
@@ -144,7 +134,6 @@ ALONE, LIBS = ("tensorrt-cu13==11.4",), ("tensorrt-cu13==11.4", "tensorrt-cu13-l
         pytest.param(ALONE, DRIVER, "incomplete", id="no libraries"),
         pytest.param(LIBS, DRIVER, "cuda-bindings", id="no device memory"),
         pytest.param(LIBS, NO_DRIVER, "neither builds nor runs", id="no GPU"),
-        pytest.param(LIBS, OLD_DRIVER, "runs CUDA 12.4", id="an old driver"),
     ],
 )
 def test_tensorrt_is_usable_where_all_of_it_is_there(machine, document, installed, driver, problem):

@@ -39,21 +39,13 @@ class FakeStream:
 
 
 class FakeCuda:
-    """`Cuda` with deferred work; `fail` makes a method raise."""
+    """`Cuda` with deferred work."""
 
     def __init__(self, gpu):
         self.index, self.gpu, self.uuid = 0, gpu, bytes(range(16)).hex()
         self.memory = {}
         self.streams = {}
         self.live_events = self.launched = 0
-        self.registered = {}
-        self.copied_from = []  # addresses on the host
-
-    def fail(self, method, error):
-        def broken(*_):
-            raise error
-
-        setattr(self, method, broken)
 
     def activated(self):
         return contextlib.nullcontext()
@@ -71,13 +63,6 @@ class FakeCuda:
 
     def free_pinned(self, array):
         self.free(array.ctypes.data)
-
-    def register(self, address, size):
-        self.registered[address] = size
-        return True
-
-    def unregister(self, address):
-        del self.registered[address]
 
     def create_stream(self):
         stream = FakeStream(len(self.streams) + 1)
@@ -107,7 +92,6 @@ class FakeCuda:
         stream.drain()
 
     def copy_to_device(self, device, host, stream):
-        self.copied_from.append(host.ctypes.data)
         stream.push(lambda: ctypes.memmove(device, host.ctypes.data, host.nbytes))
 
     def copy_to_host(self, host, device, stream):

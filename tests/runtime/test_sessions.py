@@ -22,8 +22,9 @@ from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import to_input
 from opal_deploy.runtime.cuda_session import open_onnx_session
+from opal_deploy.runtime.devices import Driver, GpuSensors, NvmlError, read_driver
 from opal_deploy.runtime.gates import GATES
-from opal_deploy.runtime.onnx_session import OnnxSession, available_cpus
+from opal_deploy.runtime.onnx_session import OnnxSession, available_cpus, translate_errors
 from opal_deploy.runtime.openvino_session import OpenvinoSession
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.torch_session import TorchSession
@@ -150,8 +151,11 @@ class TestDevices:
     def test_where_there_is_no_driver_cuda_says_so_and_names_no_package(self, tiny, monkeypatch):
         monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CPUExecutionProvider"])
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        missing = pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
-        monkeypatch.setattr(pynvml, "nvmlInit", Mock(side_effect=missing))
+        monkeypatch.setattr(pynvml, "nvmlLib", None)
+        monkeypatch.setattr(pynvml, "CDLL", Mock(side_effect=OSError("libnvidia-ml.so.1")))
+        assert read_driver() == Driver(problem="no NVIDIA driver found (libnvidia-ml.so.1)")
+        with pytest.raises(NvmlError, match="Not Found"):
+            GpuSensors(0)
         for open_session, source in ((open_onnx_session, tiny.path), (TorchSession, tiny.checkpoint)):
             with pytest.raises(UsageError, match=r"no NVIDIA driver found .*or use --device cpu") as refused:
                 open_session(source, device="cuda")
@@ -170,21 +174,11 @@ class TestDevices:
 
 
 class TestFailures:
-    @pytest.mark.parametrize(
-        ("text", "kind"),
-        [
-            ("BFCArena::AllocateRawInternal Failed to allocate memory for requested buffer of size 5", OutOfMemory),
-            ("BFCArena Available memory of 0 is smaller than requested bytes of 1024", OutOfMemory),
-            ("CUDA failure 2: out of memory ; GPU=0\nsecond line", OutOfMemory),
-            ("CUBLAS failure 3: CUBLAS_STATUS_ALLOC_FAILED ; GPU=0", OutOfMemory),
-            ("CUDA failure 719: unspecified launch failure ; GPU=0", StoppedEarly),
-        ],
-    )
-    def test_onnx_runtime(self, session, monkeypatch, text, kind):
-        monkeypatch.setattr("onnxruntime.InferenceSession.run", Mock(side_effect=RuntimeError(text)))
-        with pytest.raises(StoppedEarly, match=r"\AONNX Runtime failed on a batch of 5 \(.*\Z") as raised:
-            session.run(IMAGES)
-        assert type(raised.value) is kind
+    def test_onnx_runtime(self):
+        # what `tests/gpu_stubs`, whose cuBLAS never fails, cannot provoke
+        text = "CUBLAS failure 3: CUBLAS_STATUS_ALLOC_FAILED ; GPU=0\nsecond line"
+        with pytest.raises(OutOfMemory, match=r"\AONNX Runtime failed on a batch of 5 \(.*\Z"), translate_errors(5):
+            raise RuntimeError(text)
 
     @pytest.mark.parametrize(
         ("error", "kind"),
@@ -255,11 +249,6 @@ class TestCuda:
                     session.collect(handle).logits, expected.logits[start : start + 2], atol=1e-4
                 )
         session.close()
-
-    def test_auto_takes_the_gpu_and_a_missing_one_is_refused(self, tiny):
-        assert "CUDA device 0" in open_onnx_session(tiny.path, device="auto").description
-        with pytest.raises(UsageError):
-            open_onnx_session(tiny.path, device="cuda:99")
 
     def test_half_precision_reproduces_its_vectors(self, tiny_fp16):
         assert verify_test_vectors(open_onnx_session(tiny_fp16, device="cuda"), "c.fp16.onnx")

@@ -1,0 +1,165 @@
+"""Sessions of ONNX Runtime's real CUDA provider: batches in flight, the sizes that are executed, memory."""
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
+from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError
+from opal_deploy.predict.prediction import BatchPredictor
+from opal_deploy.predict.types import InferenceOptions, Prepared
+from opal_deploy.preprocess.resize import normalise
+from opal_deploy.runtime.cuda_session import open_onnx_session
+from opal_deploy.runtime.session import PaddingSession, PinningSession, PipelinedSession, StagedSession
+from opal_deploy.sources.image import InputImage
+
+BYTES = 24 * 4  # of an image of the copying model, in float32
+PIXELS = np.random.default_rng(0).integers(0, 256, (300, 2, 4, 3), np.uint8)
+LOGITS = normalise(PIXELS, IMAGENET_MEAN, IMAGENET_STD).reshape(300, 24)
+
+
+def blank(count):
+    return np.zeros((count, 64, 128, 3), np.uint8)
+
+
+def executed(gpu):
+    """Return how many images each execution of the copying model had."""
+    return [int(call.split()[2]) // BYTES for call in gpu.calls("cudaMemcpyAsync 3 ")]
+
+
+def test_batches_in_flight_are_collected_in_order_with_their_own_outputs(gpu, copying_model):
+    before = gpu.library.stubLive(), gpu.library.stubUsed(0)
+    session = open_onnx_session(copying_model, device="cuda:0")
+    for kind in (PipelinedSession, PinningSession, StagedSession, PaddingSession):
+        assert isinstance(session, kind)
+    assert "on CUDA device 0, fp32" in session.description
+    parts = [(0, 2), (2, 3), (3, 11)]
+    for _ in range(2):
+        handles = [session.submit(PIXELS[start:stop].copy()) for start, stop in parts]
+        for call in (session.submit, session.run, session.run_staged):
+            with pytest.raises(ValueError, match="in flight"):
+                call(PIXELS[:1])
+        with pytest.raises(ValueError, match="in the order"):
+            session.collect(handles[1])
+        for handle, (start, stop) in zip(handles, parts, strict=True):
+            np.testing.assert_array_equal(session.collect(handle).logits, LOGITS[start:stop])
+    # a batch whose handle is gone is in nobody's way
+    session.submit(PIXELS[:3])
+    np.testing.assert_array_equal(session.run(PIXELS[4:6]).logits, LOGITS[4:6])
+    session.submit(PIXELS[:3])
+    outputs, times = session.run_staged(PIXELS[:5])
+    np.testing.assert_array_equal(outputs.logits, LOGITS[:5])
+    assert times.compute > 0
+    session.close()
+    assert (gpu.library.stubLive(), gpu.library.stubUsed(0)) == before
+
+
+def test_nothing_is_waited_for_until_a_batch_is_collected_and_all_work_is_on_two_streams(gpu, copying_model):
+    session = open_onnx_session(copying_model, device="cuda:0")
+    session.run(PIXELS[:2])
+    waits, copies = len(gpu.calls("wait")), len(gpu.calls("cudaMemcpyAsync"))
+    handle = session.submit(PIXELS[:2])
+    assert len(gpu.calls("wait")) == waits
+    session.collect(handle)
+    assert gpu.calls("wait")[waits:] == ["wait cudaEventSynchronize @0"]
+    to_device, computed, to_host = (call.split()[3] for call in gpu.calls("cudaMemcpyAsync")[copies:])
+    assert to_device != computed == to_host
+
+
+def test_batches_are_padded_to_a_few_sizes_and_each_has_a_session_of_its_own(gpu, sessions, copying_model):
+    session = open_onnx_session(copying_model, device="cuda:0")
+    for count in (1, 2, 5, 8, 3, 1, 11):
+        np.testing.assert_array_equal(session.run(PIXELS[:count]).logits, LOGITS[:count])
+    assert executed(gpu) == [1, 8, 8, 8, 8, 1, 16]
+    assert len(sessions) == 3
+    # a caller whose batches are all of one size pays for no padding; larger batches go in parts
+    BatchPredictor(session, InferenceOptions(batch=3, fixed_batch=True))
+    session.run(PIXELS[:3])
+    np.testing.assert_array_equal(session.run(PIXELS[:257]).logits, LOGITS[:257])
+    session.add_batch_size(300)
+    session.run(PIXELS[:257])
+    assert executed(gpu)[7:] == [3, 256, 1, 300]
+    assert len(sessions) == 6
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, OutOfMemory), (719, StoppedEarly)])
+def test_after_a_failed_batch_the_ones_before_and_after_are_right(gpu, copying_model, code, kind):
+    session = open_onnx_session(copying_model, device="cuda:0")
+    first = session.submit(PIXELS[:2])
+    gpu.set(errors=f"copyOnDevice@0={code}")
+    with pytest.raises(kind, match=rf"ONNX Runtime failed on a batch of 8 \(CUDA failure {code}: ") as raised:
+        session.submit(PIXELS[2:5])
+    assert type(raised.value) is kind
+    gpu.set(errors="")
+    np.testing.assert_array_equal(session.collect(first).logits, LOGITS[:2])
+    np.testing.assert_array_equal(session.run(PIXELS[2:5]).logits, LOGITS[2:5])
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, OutOfMemory), (719, UsageError)])
+def test_a_device_that_does_not_load_a_model_is_one_line(gpu, model, code, kind):
+    gpu.set(errors=f"cudaMemGetInfo@0={code}")
+    with pytest.raises(kind, match=rf"\A.*\(CUDA failure {code}: [^\n]*\Z"):
+        open_onnx_session(model, device="cuda:0")
+
+
+def test_after_a_lack_of_memory_smaller_batches_fit(gpu, model):
+    gpu.set(memory=88 << 20)
+    session, messages = open_onnx_session(model, device="cuda:0"), []
+    predictor = BatchPredictor(session, InferenceOptions(batch=256), print_message=messages.append)
+    images = [Prepared(InputImage(None, b""))] * 256
+    assert len(predictor.run(images, blank(256))) == 256
+    # a batch of 64 takes 80 MB with its input
+    assert [message.rpartition(" ")[2] for message in messages] == ["128", "64"]
+    # and what the failed sizes took was given back
+    assert len(predictor.run(images[:16], blank(16))) == 16
+    session.close()
+
+
+def test_a_batch_that_failed_takes_no_memory(gpu, model):
+    gpu.set(memory=128 << 20)
+    before = gpu.library.stubUsed(0)
+    session = open_onnx_session(model, device="cuda:0")
+    session.run(blank(8))
+    with pytest.raises(OutOfMemory, match="ONNX Runtime failed on a batch of 256"):
+        session.run(blank(256))
+    assert gpu.library.stubUsed(0) == before
+    gpu.set(errors="cudaHostAlloc@0=2")
+    with pytest.raises(OutOfMemory, match="cudaHostAlloc"):
+        session.run(blank(64))
+    assert gpu.library.stubUsed(0) == before
+    gpu.set(errors="")
+    assert len(session.run(blank(64))) == 64
+
+
+def test_images_in_registered_memory_are_copied_from_there(gpu, model):
+    before = gpu.library.stubLive()
+    session, shared = open_onnx_session(model, device="cuda:0"), blank(8)
+    address = shared.ctypes.data
+
+    def is_copied_from(images, memory):
+        assert len(session.run(images)) == len(images)
+        to_device = gpu.calls("cudaMemcpyAsync 1 ")[-1]
+        return int(to_device.split()[4]) == memory.ctypes.data
+
+    assert session.register_buffer(address, shared.nbytes)
+    assert is_copied_from(shared, shared)
+    assert is_copied_from(shared[1:3], shared[1:3])
+    assert not is_copied_from(blank(2), shared)
+    assert not is_copied_from(shared[:, :, ::-1], shared[:, :, ::-1])
+    for _ in range(2):
+        session.unregister_buffer(address)
+    assert not is_copied_from(shared, shared)
+    # a system that locks no more memory is only slower
+    gpu.set(errors="cudaHostRegister@0=2")
+    assert not session.register_buffer(address, shared.nbytes)
+    assert not is_copied_from(shared, shared)
+    gpu.set(errors="")
+    assert session.register_buffer(address, shared.nbytes)
+    session.close()
+    assert gpu.library.stubLive() == before
+
+
+def test_loading_a_session_prints_no_warning(gpu, model, capfd):
+    onnxruntime.set_default_logger_severity(2)
+    open_onnx_session(model, device="cuda:0")
+    assert capfd.readouterr() == ("", "")
