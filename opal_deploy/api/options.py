@@ -22,7 +22,6 @@ from opal_deploy.options import (
     MaxPixels,
     Option,
     Options,
-    Partition,
     RuntimeChoice,
     SkipMissing,
     SlotNameFile,
@@ -42,7 +41,6 @@ class AtlasOptions(Options):
     only_correct: Annotated[bool, Option("Leave out images that are not predicted as their label.")] = False
     plain: Annotated[bool, Option("Use every image in DATA, labelled by its folder.")] = False
     dataset: DatasetName = None
-    partition: Partition = 1
     skip_missing: SkipMissing = False
     split: Annotated[Literal["test", "val", "train"], Option("Split of the data set.")] = "train"
     boxes: CropToBoxes = True

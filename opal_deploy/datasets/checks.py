@@ -35,7 +35,7 @@ from opal_deploy.datasets.samples import (
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.logs import Progress
 from opal_deploy.options import StrPath
-from opal_deploy.preprocess.decode import MAX_PIXELS, decode, decode_error, open_file
+from opal_deploy.preprocess.decode import MAX_PIXELS, decode
 from opal_deploy.preprocess.geometry import compute_geometry
 
 T = TypeVar("T")
@@ -113,14 +113,11 @@ def _header_problem(sample: Sample) -> str | None:
                 compute_geometry(decode(sample.path) if transposed else image, sample.box)
     except ImageError as error:
         return str(error)
-    except Exception as error:  # Pillow's readers raise nearly anything for a damaged header; none of it is ours
+    except Exception:  # Pillow's readers raise nearly anything for a damaged header; `decode` says why in a few words
         try:
-            with open_file(sample.path) as stream:
-                return (
-                    str(decode_error(error, stream, None, MAX_PIXELS)) if sample.path.stat().st_size else "zero bytes"
-                )
-        except ImageError as unreadable:
-            return str(unreadable)
+            decode(sample.path)
+        except ImageError as error:
+            return str(error)
     return None
 
 
@@ -189,24 +186,18 @@ def _map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[
             yield from pool.map(function, items[start : start + _CHUNK_SIZE])
 
 
-def list_background(folder: StrPath) -> list[Sample]:
-    """Return the out-of-distribution images of `--background`, whole, label 0; UsageError for fewer than five."""
-    images = list_images(Path(folder))
-    if len(images) < _MIN_BACKGROUND:
-        raise UsageError(
-            f"--background {folder}: {pluralize(len(images), 'image', 'images')} there; expected at least "
-            f"{_MIN_BACKGROUND}, out-of-distribution JPEG or PNG files"
-        )
-    return [Sample(image, 0) for image in images]
-
-
 def read_background(folder: StrPath, data: DataSet) -> list[Sample]:
-    """Return the out-of-distribution images of `--background`, checked like a data set's images.
+    """Return the out-of-distribution images of `--background`, whole, with label 0, checked like a data set's images.
 
     Raises:
         UsageError: there are fewer than five, one is damaged by its header, or one is in the data set, too.
     """
-    background = list_background(folder)
+    background = [Sample(path, 0) for path in list_images(Path(folder))]
+    if len(background) < _MIN_BACKGROUND:
+        raise UsageError(
+            f"--background {folder}: {pluralize(len(background), 'image', 'images')} there; expected at least "
+            f"{_MIN_BACKGROUND}, out-of-distribution JPEG or PNG files"
+        )
     if problems := find_header_problems(background):
         listed = shorten_list([f"{display_path(path, Path(folder))} ({why})" for path, why in problems.items()])
         raise UsageError(f"--background {folder}: cannot be used: {listed}; remove or replace them")

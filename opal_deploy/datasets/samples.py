@@ -123,17 +123,15 @@ class Adapter:
 
     Attributes:
         name, title: the name on the command line, and its authors' name.
-        read: from the data set's folder, and the partition's number if there are several, to its lists.
+        read: from the data set's folder to its lists.
         files: the files that the folder must have, see `missing_files`.
-        partitions: the number of official partitions; 0 for a data set with a single split.
         is_own: whether a folder is unmistakably this data set; None: if it has all files.
     """
 
     name: str
     title: str
-    read: Callable[..., Listing]
+    read: Callable[[Path], Listing]
     files: tuple[str, ...] = ()
-    partitions: int = 0
     is_own: Callable[[Path], bool] | None = None
 
     def recognizes(self, folder: Path) -> bool:

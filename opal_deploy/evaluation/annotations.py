@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.datasets import cub
-from opal_deploy.datasets.boxes import read_trimap
+from opal_deploy.datasets.published import read_trimap
 from opal_deploy.datasets.samples import DataSet, Sample, display_path
 from opal_deploy.errors import UsageError
 from opal_deploy.preprocess.geometry import Box, Geometry

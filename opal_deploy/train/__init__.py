@@ -8,8 +8,8 @@ Start at `api.train_model`, which the command calls, and `loop.fit`: from a data
     head_fit       the head fitted to features of the frozen network
     losses         cross-entropy and the terms of the attention
     images         decoded and augmented images in batches; regions that the attention is kept off
-    measure        outputs and measurements of a network, with the background images in its OOD score
-    run_directory  files and records of a run; checkpoints writes best.pt and last.pt and resumes from them
+    run_directory  files and records of a run
+    checkpoints    what is measured for best.pt and last.pt, writing them, and resuming
     machine        processes, device and precision, by Lightning Fabric
     reproduce      the paper's tables (paper.toml): missing runs, our metrics next to the paper's
 """

@@ -20,7 +20,7 @@ def test_unreadable_files_are_left_out_and_named_up_to_the_twentieth(tmp_path):
     assert {path.name for path in found.skipped} == {"zero.jpg", "text.jpg", "cut.jpg"}
     assert found.summary()["skipped"] == 3
     (line,) = found.warnings
-    assert "a/zero.jpg (zero bytes)" in line
+    assert "a/zero.jpg (the file has zero bytes)" in line
     assert "b/cut.jpg (its JPEG data ends early; copy or download the file again)" in line
     assert "b/text.jpg (no decoder recognises it as an image)" in line
     assert len(found.train) + len(found.val) == 10

@@ -24,10 +24,10 @@ from opal_deploy.train.images import Batches, TrainImages, normalize
 from opal_deploy.train.loop import DivergenceError, Trained, train_step
 from opal_deploy.train.losses import NetworkTerms, Objective
 from opal_deploy.train.machine import start_fabric
-from opal_deploy.train.run_directory import FILES, TrainRunDirectory
+from opal_deploy.train.run_directory import FILES
 from tests.authors import AuthorsModel
 from tests.builders import SMALL_BACKBONE
-from tests.train.fitting import evaluate, fit, small
+from tests.train.fitting import evaluate, fit, read_epochs, small
 
 OPTIONS = small(backbone=SMALL_BACKBONE, epochs=2, batch_size=8, lr=1e-3, size=64)
 
@@ -45,7 +45,7 @@ def test_files_of_a_run_are_plain_values(run):
     out = result.best.parent
     assert {path.name for path in out.iterdir()} == set(FILES)
     assert (out / "metrics.csv").read_text().startswith("epoch,train_loss,train_accuracy,val_loss,val_accuracy,")
-    assert TrainRunDirectory(out).read_epochs() == result.epochs
+    assert read_epochs(out) == result.epochs
     assert [record.epoch for record in result.epochs] == [1, 2]
     cost, start, *epochs = lines
     assert cost.startswith("24 training, 6 validation, 9 test images; about ")

@@ -30,8 +30,8 @@ def test_weights_follow_the_backbone_unless_they_are_given():
 
 
 def test_what_is_given_overrides_and_none_does_not():
-    options = resolve({"epochs": 7, "seed": 4, "dataset": "cub"}, {"epochs": 2, "seed": None, "partition": 3})
-    assert (options.epochs, options.seed, options.dataset, options.partition) == (2, 4, "cub", 3)
+    options = resolve({"epochs": 7, "seed": 4, "dataset": "cub"}, {"epochs": 2, "seed": None})
+    assert (options.epochs, options.seed, options.dataset) == (2, 4, "cub")
 
 
 def test_head_options_make_the_papers_variants():
@@ -62,7 +62,7 @@ def test_a_given_head_replaces_the_recipes_variant():
         {"head": "linear", "weights": "IMAGENET1K_V2", "backbone": "resnet50"},
         {"head": "plain", "stride": 16, "keep_layers": True},
         {"cws": False, "distance": "linf", "prototypes": 1, "workers": 3, "tf32": True, "seed": 9},
-        {"size": (224, 448), "augment": "none", "precision": "bf16", "dataset": "dtd", "partition": 4},
+        {"size": (224, 448), "augment": "none", "precision": "bf16", "dataset": "dtd"},
     ],
     ids=str,
 )

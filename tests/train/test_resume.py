@@ -18,10 +18,10 @@ import torch
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model import checkpoint
 from opal_deploy.train import checkpoints
-from opal_deploy.train.run_directory import TrainRunDirectory, describe_differences
+from opal_deploy.train.run_directory import describe_differences
 from tests.builders import SMALL_BACKBONE
 from tests.cli.calls import check
-from tests.train.fitting import fit, small
+from tests.train.fitting import fit, read_epochs, small
 
 # stochastic depth draws from torch's generator: a state that is not restored changes the weights
 OPTIONS = small(backbone=SMALL_BACKBONE, epochs=2, batch_size=8, lr=1e-3, size=32)
@@ -39,7 +39,7 @@ def outcome(out):
         state = stored.network.state_dict()
         known[name] = {key: hashlib.sha256(value.numpy().tobytes()).hexdigest() for key, value in state.items()}
         known[f"{name} metrics"] = stored.metrics
-    rows = TrainRunDirectory(out).read_epochs()
+    rows = read_epochs(out)
     known["epochs"] = [(row.train_loss, row.train_accuracy, row.val_loss, row.val_accuracy) for row in rows]
     return known
 
