@@ -23,7 +23,6 @@ from opal_deploy.options import (
     Option,
     Options,
     RuntimeChoice,
-    SkipMissing,
     SlotNameFile,
     StrPath,
     Threads,
@@ -41,7 +40,6 @@ class AtlasOptions(Options):
     only_correct: Annotated[bool, Option("Leave out images that are not predicted as their label.")] = False
     plain: Annotated[bool, Option("Use every image in DATA, labelled by its folder.")] = False
     dataset: DatasetName = None
-    skip_missing: SkipMissing = False
     split: Annotated[Literal["test", "val", "train"], Option("Split of the data set.")] = "train"
     boxes: CropToBoxes = True
     limit: Annotated[int | None, Option("Maximum number of images per label.", min=1)] = None

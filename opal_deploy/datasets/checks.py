@@ -1,6 +1,6 @@
 """Checks of a data set's files, all reported at once and before the first epoch.
 
-    missing       listed, but no file: an error, or left out on request
+    missing       listed, but no file: an error
     unreadable    a file without an image header: left out with a warning
     empty         a class or split without an image: an error for training and validation, else a warning
     duplicate     listed twice, or two files with the same bytes: a warning; both stay, as official lists have them
@@ -50,12 +50,12 @@ _NUM_THREADS = 8
 _CHUNK_SIZE = 8192
 
 
-def check_dataset(listing: Listing, *, skip_missing: bool = False, progress: Progress | None = None) -> DataSet:
+def check_dataset(listing: Listing, progress: Progress | None = None) -> DataSet:
     """Return the data set without unusable files, with a warning for each kind of finding.
 
     Raises:
-        UsageError: one line with the lists' problems, missing images unless `skip_missing` leaves them out, classes or
-            splits with nothing left, and then all other findings.
+        UsageError: one line with the lists' problems, missing images, classes or splits with nothing left, and then all
+            other findings.
     """
     data = listing.data
     problems, warnings = list(listing.problems), list(data.warnings)
@@ -63,14 +63,10 @@ def check_dataset(listing: Listing, *, skip_missing: bool = False, progress: Pro
     missing = [path for path in unusable if not os.path.isfile(path)]  # Path.is_file may raise
     unreadable = [path for path in unusable if path not in {*missing}]
     train, val, test = ([s for s in split if s.path not in unusable] for split in (data.train, data.val, data.test))
-    usable = replace(data, train=train, val=val, test=test, skipped=[*missing, *unreadable])
+    usable = replace(data, train=train, val=val, test=test, skipped=unreadable)
     if missing:
         names = shorten_list([display_path(path, data.root) for path in missing])
-        line = f"{pluralize(len(missing), 'listed image', 'listed images')} missing"
-        if skip_missing:
-            warnings.append(f"{line} and left out: {names}")
-        else:
-            problems.append(f"{line}: {names} (--skip-missing leaves them out)")
+        problems.append(f"{pluralize(len(missing), 'listed image', 'listed images')} missing: {names}")
     if unreadable:
         names = shorten_list([f"{display_path(path, data.root)} ({unusable[path]})" for path in unreadable])
         warnings.append(f"{pluralize(len(unreadable), 'file', 'files')} cannot be used, left out: {names}")

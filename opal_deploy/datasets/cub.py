@@ -143,11 +143,8 @@ def read_cub_boxes(path: Path) -> list[tuple[str, Box]]:
 
 
 _TABLES = (IMAGES, _LABELS, _SPLIT, _CLASSES)
-CUB = Adapter("cub", "CUB-200-2011", _read_cub, (*_TABLES, BOXES), is_own=_is_cub)
-CUB100 = Adapter(
-    "cub100", "the 100-class subset of CUB", partial(_read_cub, subset=True), _TABLES,
-    is_own=partial(_is_cub, subset=True),
-)  # fmt: skip
+CUB = Adapter("cub", _read_cub, (*_TABLES, BOXES), is_own=_is_cub)
+CUB100 = Adapter("cub100", partial(_read_cub, subset=True), _TABLES, is_own=partial(_is_cub, subset=True))
 
 
 @dataclass(frozen=True)

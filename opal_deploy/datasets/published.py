@@ -193,27 +193,19 @@ _PETS_FILES = ("images/", "annotations/trainval.txt", "annotations/test.txt")
 
 
 def _torchvision(
-    name: str,
-    title: str,
-    class_name: str,
-    own_name: str,
-    splits: Mapping[str, str],
-    files: tuple[str, ...],
-    **more: Any,
+    name: str, class_name: str, own_name: str, splits: Mapping[str, str], *files: str, **more: Any
 ) -> Adapter:
-    return Adapter(name, title, partial(_read_lists, name, class_name, own_name, splits), files, **more)
+    return Adapter(name, partial(_read_lists, name, class_name, own_name, splits), files, **more)
 
 
-DOGS = Adapter("dogs", "Stanford Dogs", _read_dogs, _DOGS_FILES)
+DOGS = Adapter("dogs", _read_dogs, _DOGS_FILES)
 TORCHVISION_DATASETS = (
-    _torchvision("cars", "Stanford Cars", "StanfordCars", "stanford_cars", _TRAIN_TEST, _CARS_FILES),
-    _torchvision("pets", "Oxford-IIIT Pets", "OxfordIIITPet", "oxford-iiit-pet", _PETS, _PETS_FILES),
-    _torchvision("flowers", "Oxford Flowers-102", "Flowers102", "flowers-102", _ALL,
-                 ("jpg/", "setid.mat", "imagelabels.mat")),
-    _torchvision("imagenet", "ImageNet-1K", "ImageNet", "imagenet", _IMAGENET, ("train/", "val/", _DEVKIT),
-                 is_own=_is_imagenet),
-    _torchvision("caltech101", "Caltech-101", "Caltech101", "caltech101", {"train": ""}, ("101_ObjectCategories/",)),
+    _torchvision("cars", "StanfordCars", "stanford_cars", _TRAIN_TEST, *_CARS_FILES),
+    _torchvision("pets", "OxfordIIITPet", "oxford-iiit-pet", _PETS, *_PETS_FILES),
+    _torchvision("flowers", "Flowers102", "flowers-102", _ALL, "jpg/", "setid.mat", "imagelabels.mat"),
+    _torchvision("imagenet", "ImageNet", "imagenet", _IMAGENET, "train/", "val/", _DEVKIT, is_own=_is_imagenet),
+    _torchvision("caltech101", "Caltech101", "caltech101", {"train": ""}, "101_ObjectCategories/"),
     # torchvision's root holds dtd/, which holds the archive's own dtd/
-    _torchvision("dtd", "Describable Textures", "DTD", "dtd/dtd", _ALL, ("images/", "labels/train1.txt")),
-    _torchvision("sun397", "SUN397", "SUN397", "SUN397", {"train": ""}, ("ClassName.txt", "a/")),
-)  # fmt: skip
+    _torchvision("dtd", "DTD", "dtd/dtd", _ALL, "images/", "labels/train1.txt"),
+    _torchvision("sun397", "SUN397", "SUN397", {"train": ""}, "ClassName.txt", "a/"),
+)

@@ -43,7 +43,7 @@ def read_inputs(data: Path, path: Path, metadata: Metadata, options: EvaluateOpt
     # classes with a few images cannot be split
     needs_validation = options.split in ("train", "val")
     data_set = read_dataset(
-        data, options.dataset, skip_missing=options.skip_missing,
+        data, options.dataset,
         needs_validation=needs_validation, progress=as_progress(options.progress),
     )  # fmt: skip
     options.log(f"read as {data_set.describe()}")

@@ -15,7 +15,6 @@ from opal_deploy.options import (
     Device,
     Option,
     Options,
-    SkipMissing,
     StrPath,
     Threads,
     flag_of,
@@ -40,7 +39,6 @@ class EvaluateOptions(Options):
     """
 
     dataset: DatasetName = None
-    skip_missing: SkipMissing = False
     split: Annotated[Split, Option("Images to measure; `all` for a folder that was not used in training.")] = "test"
     boxes: CropToBoxes = True
     parts: Annotated[

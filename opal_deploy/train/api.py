@@ -29,8 +29,8 @@ def train_model(data: StrPath, options: Mapping[str, Any]) -> TrainResult:
     """Train an OPAL network, or a classifier to compare it with, on labelled images.
 
     Does what `opal-deploy train` does and prints nothing. Omitted options are the recipe's. After a KeyboardInterrupt,
-    the same call with `resume=True` continues the run. Where processes are spawned (macOS, Windows), `workers` above 0
-    needs the call to be under `if __name__ == "__main__":`.
+    the same call with `resume=True` continues the run. Where processes are spawned (macOS, Windows), the call has to be
+    under `if __name__ == "__main__":`, or needs `workers=0`.
 
     Args:
         data: a data set's folder as unpacked, or a folder with one folder per class, optionally below train/ (val/,
@@ -59,8 +59,7 @@ def train_model(data: StrPath, options: Mapping[str, Any]) -> TrainResult:
         require("tensorboard", "tensorboard", "--tensorboard")
     if resolved.weights_name is not None and resolved.start_from is None:
         check_weights(resolved.backbone, resolved.weights_name)
-    progress = as_progress(resolved.progress)
-    labelled = read_dataset(root, resolved.dataset, skip_missing=resolved.skip_missing, progress=progress)
+    labelled = read_dataset(root, resolved.dataset, progress=as_progress(resolved.progress))
     labelled = labelled if resolved.boxes else labelled.without_crops()
     # takes seconds, since it imports torch: after all that can be refused without
     with _hidden("torchmetrics"):

@@ -7,9 +7,7 @@ metrics equal to one process's with the whole batch. The first process writes.
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
@@ -107,13 +105,8 @@ def default_num_workers(device: torch.device, cached: bool) -> int:
     """Return the number of processes that prepare images for one process of the run.
 
     On a CPU none where images are cached, since they would take the network's cores; otherwise one, which prefetches.
-    On a GPU its share of the machine's cores but two, at least one. None where a process would import the caller's
-    script, which trains again unless the call is under `if __name__ == "__main__":`.
+    On a GPU its share of the machine's cores but two, at least one.
     """
-    # macOS and Windows spawn; asking for the start method must not set it, and the first one listed is the default
-    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    if method != "fork" and "opal_deploy.cli" not in sys.modules:
-        return 0
     if device.type == "cpu":
         return 0 if cached or available_cpus() == 1 else 1
     return max(1, available_cpus() // local_processes() - _OTHER_CORES)

@@ -36,15 +36,15 @@ from opal_deploy.runtime.devices import parse_device
 
 # options of one call, which recipes do not have
 _CALL_OPTIONS = frozenset(("recipe", "out", "resume", "overwrite", "log", "progress"))
-_DATA_OPTIONS = frozenset(("dataset", "skip_missing", "boxes"))
+_DATA_OPTIONS = frozenset(("dataset", "boxes"))
 # parts of the OPAL head
 _HEAD_OPTIONS = frozenset(("projection", "cws", "pooling", "anchors", "prototypes", "distance"))
 # how stored configurations and recipes with sections call some options
 _STORED_NAMES = {"input_size": "size", "kind": "head", "prototypes_per_class": "prototypes"}
 # options of 0.1.0 that went, with the values that every run has now
 _FORMER_VALUES = {
-    "partition": 1, "epsilon": 1e-8, "agreement": 0.0, "freeze_backbone": False, "reset_dropped": False,
-    "compile": False,
+    "partition": 1, "skip_missing": False, "epsilon": 1e-8, "agreement": 0.0, "freeze_backbone": False,
+    "reset_dropped": False, "compile": False,
 }  # fmt: skip
 # options that may differ between a run and its continuation: all but the epochs change only where and how fast it runs
 CHANGEABLE_ON_RESUME = frozenset(("epochs", "device", "workers", "cache_megabytes", "tensorboard"))
@@ -120,8 +120,6 @@ class TrainOptions(Options):
     dataset: Annotated[str | None, _data(
         "cub, dogs, cars, pets, flowers, imagenet, caltech101, dtd, sun397, cub100 or imagefolder.",
         default="recognised by its files")] = None
-    skip_missing: Annotated[bool, _data(
-        "Leave out images that the data set lists but lacks.", flag=_switch("skip-missing"))] = False
     boxes: Annotated[bool, _data("Crop to the data set's boxes.", default="--boxes", flag=_switch("boxes"))] = True
     head: Annotated[HeadKind, _advanced(
         "linear: the paper's linear head, a dense layer on pooled features normalised to length 1. plain: the "

@@ -8,7 +8,7 @@ import pytest
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
 from opal_deploy.train.loop import learning_rate
-from opal_deploy.train.options import TrainOptions, load_recipe, recipe_names, resolve
+from opal_deploy.train.options import TrainOptions, load_recipe, resolve
 
 
 def head(**given):
@@ -132,12 +132,6 @@ def test_the_cosine_falls_from_the_rate_to_zero_and_rises_first_after_a_fitted_h
     assert [learning_rate(fitted, share) for share in (0, 0.5, 1)] == pytest.approx([0, 0.2, 0])
     assert max(learning_rate(fitted, share / 100) for share in range(100)) == pytest.approx(0.4, rel=0.03)
     assert learning_rate(TrainOptions(lr=0.4), 0.9) == 0.4
-
-
-def test_an_unknown_recipe_names_those_there_are():
-    with pytest.raises(UsageError, match="grounded-resnet50"):
-        load_recipe("papers")
-    assert recipe_names() == ["grounded", "grounded-resnet50", "paper"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ import torch
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model import checkpoint
 from opal_deploy.train import checkpoints
-from opal_deploy.train.run_directory import describe_differences
 from tests.builders import SMALL_BACKBONE
 from tests.cli.calls import check
 from tests.train.fitting import fit, read_epochs, small
@@ -136,14 +135,6 @@ def test_more_epochs_may_be_asked_for(squares, whole, tmp_path):
     assert not (tmp_path / "run" / "summary.json").exists()
     fit(squares, OPTIONS, tmp_path / "run", resume=True)
     assert outcome(tmp_path / "run") == outcome(whole)
-
-
-def test_options_of_other_versions_change_no_run_that_goes_on():
-    config = {"options": OPTIONS.to_config(), "fingerprint": "", "start": None, "processes": 1, "precision": "fp32"}
-    earlier = {**config["options"], "save_every": 3}
-    del earlier["adversarial"]
-    assert not describe_differences({**config, "options": earlier}, config)
-    assert describe_differences({**config, "options": {**earlier, "lr": 7.0}}, config) == ["lr was 7.0 and is 0.001"]
 
 
 def test_another_run_is_refused_with_what_differs(squares, whole):
