@@ -241,8 +241,6 @@ SigningKey = Annotated[
     StrPath | None, Option("Sign each record with this Ed25519 private key (PEM, PKCS#8).", cli=Path)
 ]
 DatasetName = Annotated[str | None, Option("Name of the data set, as for `train`.", default="recognised by its files")]
-Partition = Annotated[int, Option("Official partition (DTD, SUN-397).", min=1, max=10)]
-SkipMissing = Annotated[bool, Option("Leave out images that the data set lists but lacks.")]
 CropToBoxes = Annotated[bool, Option("Crop to the data set's boxes.", flag="--boxes/--no-boxes")]
 AtlasFolder = Annotated[
     StrPath | None,

@@ -139,7 +139,7 @@ def _read_images(data: Path, options: AtlasOptions) -> tuple[Iterator[InputImage
     sets_aside = options.split == "val" or (options.split == "train" and is_installed("sklearn"))
     try:
         dataset = read_dataset(
-            data, options.dataset, partition=options.partition, skip_missing=options.skip_missing,
+            data, options.dataset,
             needs_validation=sets_aside, progress=as_progress(options.progress),
         )  # fmt: skip
     except MissingExtra as error:

@@ -11,7 +11,6 @@ from typing import Any
 from opal_deploy.api.options import ExplainOptions
 from opal_deploy.artifact.files import atomic_write, check_sha256
 from opal_deploy.artifact.output_file import check_output
-from opal_deploy.datasets.boxes import format_box_option
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.logs import as_progress, one_line
 from opal_deploy.options import StrPath, keywords
@@ -104,8 +103,7 @@ def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tup
     if options.heatmap:
         sheets.check_attention(metadata, str(path))
 
-    hint = format_box_option(metadata.training, path)
-    setup.log_cautions(metadata, boxed=boxed, crop_hint=hint, log=options.log)
+    setup.log_cautions(metadata, boxed=boxed, crop_hint="--boxes FILE", log=options.log)
     return sessions, builder
 
 

@@ -22,9 +22,7 @@ from opal_deploy.options import (
     MaxPixels,
     Option,
     Options,
-    Partition,
     RuntimeChoice,
-    SkipMissing,
     SlotNameFile,
     StrPath,
     Threads,
@@ -41,8 +39,6 @@ class AtlasOptions(Options):
     top: Annotated[int, Option("Patches to keep per slot.", min=1, max=100)] = 8
     plain: Annotated[bool, Option("Use every image in DATA, labelled by its folder.")] = False
     dataset: DatasetName = None
-    partition: Partition = 1
-    skip_missing: SkipMissing = False
     split: Annotated[Literal["test", "val", "train"], Option("Split of the data set.")] = "train"
     boxes: CropToBoxes = True
     overwrite: Annotated[bool, Option("Replace the atlas in --out.")] = False

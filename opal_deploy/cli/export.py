@@ -67,9 +67,7 @@ def export(
 def _print_next(metadata: Metadata, path: Path, model: str) -> None:
     # a model without evidence cannot be explained
     explain = "" if metadata.evidence == "none" else " --explain"
-    from opal_deploy.datasets.boxes import format_box_option
-
-    boxes = f" {format_box_option(metadata.training, path)}" if metadata.crop == "boxes" else ""
+    boxes = " --boxes FILE" if metadata.crop == "boxes" else ""
     runtime = ""
     if metadata.is_for_openvino:
         runtime = " --runtime openvino"

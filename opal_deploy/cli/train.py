@@ -75,17 +75,12 @@ def _print_result(result: TrainResult) -> None:
             f"Test accuracy: {result.test.accuracy:.1%} on {result.test.images} images"
             + ("" if collapse is None else f", spatial prototype collapse {collapse:.1%}")
         )
-    if (linear := result.config.get("linear_accuracy")) is not None:
-        print_message(f"Without explanation: {linear:.1%} (a linear classifier of the frozen network's features)")
     print_message(f"Calibration: {result.calibration.describe()}")
     for line in result.rates:
         print_message(line)
     print_message(str(result.best))
     if result.config["data"]["crop"] == "boxes":
-        from opal_deploy.datasets.boxes import format_box_option
-
-        boxes = format_box_option(result.config, result.best)
-        print_message(f"Trained on images cropped to boxes: give infer the boxes of its images too, such as {boxes}")
+        print_message("Trained on images cropped to boxes: give infer the boxes of its images too, with --boxes FILE")
     options = result.config["options"]
     from opal_deploy.model.backbones import is_transformer
 

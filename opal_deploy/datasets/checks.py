@@ -1,6 +1,6 @@
 """Checks of a data set's files, all reported at once and before the first epoch.
 
-    missing       listed, but no file: an error, or left out on request
+    missing       listed, but no file: an error
     unreadable    a file without an image header: left out with a warning
     empty         a class or split without an image: an error for training and validation, else a warning
     duplicate     listed twice, or two files with the same bytes: a warning; both stay, as official lists have them
@@ -35,7 +35,7 @@ from opal_deploy.datasets.samples import (
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.logs import Progress
 from opal_deploy.options import StrPath
-from opal_deploy.preprocess.decode import MAX_PIXELS, decode, decode_error, open_file
+from opal_deploy.preprocess.decode import MAX_PIXELS, decode
 from opal_deploy.preprocess.geometry import compute_geometry
 
 T = TypeVar("T")
@@ -50,12 +50,12 @@ _NUM_THREADS = 8
 _CHUNK_SIZE = 8192
 
 
-def check_dataset(listing: Listing, *, skip_missing: bool = False, progress: Progress | None = None) -> DataSet:
+def check_dataset(listing: Listing, progress: Progress | None = None) -> DataSet:
     """Return the data set without unusable files, with a warning for each kind of finding.
 
     Raises:
-        UsageError: one line with the lists' problems, missing images unless `skip_missing` leaves them out, classes or
-            splits with nothing left, and then all other findings.
+        UsageError: one line with the lists' problems, missing images, classes or splits with nothing left, and then all
+            other findings.
     """
     data = listing.data
     problems, warnings = list(listing.problems), list(data.warnings)
@@ -63,14 +63,10 @@ def check_dataset(listing: Listing, *, skip_missing: bool = False, progress: Pro
     missing = [path for path in unusable if not os.path.isfile(path)]  # Path.is_file may raise
     unreadable = [path for path in unusable if path not in {*missing}]
     train, val, test = ([s for s in split if s.path not in unusable] for split in (data.train, data.val, data.test))
-    usable = replace(data, train=train, val=val, test=test, skipped=[*missing, *unreadable])
+    usable = replace(data, train=train, val=val, test=test, skipped=unreadable)
     if missing:
         names = shorten_list([display_path(path, data.root) for path in missing])
-        line = f"{pluralize(len(missing), 'listed image', 'listed images')} missing"
-        if skip_missing:
-            warnings.append(f"{line} and left out: {names}")
-        else:
-            problems.append(f"{line}: {names} (--skip-missing leaves them out)")
+        problems.append(f"{pluralize(len(missing), 'listed image', 'listed images')} missing: {names}")
     if unreadable:
         names = shorten_list([f"{display_path(path, data.root)} ({unusable[path]})" for path in unreadable])
         warnings.append(f"{pluralize(len(unreadable), 'file', 'files')} cannot be used, left out: {names}")
@@ -113,14 +109,11 @@ def _header_problem(sample: Sample) -> str | None:
                 compute_geometry(decode(sample.path) if transposed else image, sample.box)
     except ImageError as error:
         return str(error)
-    except Exception as error:  # Pillow's readers raise nearly anything for a damaged header; none of it is ours
+    except Exception:  # Pillow's readers raise nearly anything for a damaged header; `decode` says why in a few words
         try:
-            with open_file(sample.path) as stream:
-                return (
-                    str(decode_error(error, stream, None, MAX_PIXELS)) if sample.path.stat().st_size else "zero bytes"
-                )
-        except ImageError as unreadable:
-            return str(unreadable)
+            decode(sample.path)
+        except ImageError as error:
+            return str(error)
     return None
 
 
@@ -189,24 +182,18 @@ def _map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[
             yield from pool.map(function, items[start : start + _CHUNK_SIZE])
 
 
-def list_background(folder: StrPath) -> list[Sample]:
-    """Return the out-of-distribution images of `--background`, whole, label 0; UsageError for fewer than five."""
-    images = list_images(Path(folder))
-    if len(images) < _MIN_BACKGROUND:
-        raise UsageError(
-            f"--background {folder}: {pluralize(len(images), 'image', 'images')} there; expected at least "
-            f"{_MIN_BACKGROUND}, out-of-distribution JPEG or PNG files"
-        )
-    return [Sample(image, 0) for image in images]
-
-
 def read_background(folder: StrPath, data: DataSet) -> list[Sample]:
-    """Return the out-of-distribution images of `--background`, checked like a data set's images.
+    """Return the out-of-distribution images of `--background`, whole, with label 0, checked like a data set's images.
 
     Raises:
         UsageError: there are fewer than five, one is damaged by its header, or one is in the data set, too.
     """
-    background = list_background(folder)
+    background = [Sample(path, 0) for path in list_images(Path(folder))]
+    if len(background) < _MIN_BACKGROUND:
+        raise UsageError(
+            f"--background {folder}: {pluralize(len(background), 'image', 'images')} there; expected at least "
+            f"{_MIN_BACKGROUND}, out-of-distribution JPEG or PNG files"
+        )
     if problems := find_header_problems(background):
         listed = shorten_list([f"{display_path(path, Path(folder))} ({why})" for path, why in problems.items()])
         raise UsageError(f"--background {folder}: cannot be used: {listed}; remove or replace them")

@@ -34,6 +34,7 @@ from opal_deploy.datasets.samples import (
     Sample,
     build_listing,
     missing_files,
+    pluralize,
     read_text,
     shorten_list,
 )
@@ -43,6 +44,7 @@ from opal_deploy.preprocess.geometry import Box
 IMAGES, _LABELS, _SPLIT, _CLASSES = "images.txt", "image_class_labels.txt", "train_test_split.txt", "classes.txt"
 BOXES = "bounding_boxes.txt"
 _PART_LOCATIONS = Path("parts") / "part_locs.txt"
+_BOX_LINE = re.compile(r"\s*\d+(\s+[-+.\deE]+){4}\s*$")
 _ADVICE = "unpack the official archive again, or fix its tables; evaluate --no-parts leaves out those of the parts"
 
 
@@ -117,12 +119,32 @@ def to_corners(box: Sequence[str]) -> Box:
     return x, y, x + width, y + height
 
 
+def find_box_file(root: Path) -> Path | None:
+    """Return CUB's file of boxes in a data set's folder; None without it."""
+    return root / BOXES if (root / BOXES).is_file() else None
+
+
+def is_cub_boxes(text: str) -> bool:
+    """Return whether a text starts like CUB's bounding_boxes.txt, with a line of an id and four numbers."""
+    return _BOX_LINE.match(text.lstrip().partition("\n")[0]) is not None
+
+
+def read_cub_boxes(path: Path) -> list[tuple[str, Box]]:
+    """Return (path under the images' folder, box) of every image in CUB's bounding_boxes.txt.
+
+    Raises:
+        UsageError: images.txt is not next to the file or lacks some of its ids, or a table is not CUB's.
+    """
+    boxes, names = read_table(path, 4), read_table(path.with_name(IMAGES), 1)
+    if unknown := [key for key in boxes if key not in names]:
+        ids = pluralize(len(unknown), "image id", "image ids")
+        raise UsageError(f"{path}: {ids} that {IMAGES} next to it does not name: {shorten_list(unknown)}")
+    return [(names[key][0], to_corners(values)) for key, values in boxes.items()]
+
+
 _TABLES = (IMAGES, _LABELS, _SPLIT, _CLASSES)
-CUB = Adapter("cub", "CUB-200-2011", _read_cub, (*_TABLES, BOXES), is_own=_is_cub)
-CUB100 = Adapter(
-    "cub100", "the 100-class subset of CUB", partial(_read_cub, subset=True), _TABLES,
-    is_own=partial(_is_cub, subset=True),
-)  # fmt: skip
+CUB = Adapter("cub", _read_cub, (*_TABLES, BOXES), is_own=_is_cub)
+CUB100 = Adapter("cub100", partial(_read_cub, subset=True), _TABLES, is_own=partial(_is_cub, subset=True))
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,6 @@ from opal_deploy.datasets.samples import (
 )
 from opal_deploy.errors import UsageError
 
-# images in formats that are not read
-_OTHER_SUFFIXES = frozenset((".heic", ".heif", ".jxl", ".raw", ".cr2", ".nef", ".dng", ".psd", ".svg"))
 _SPLITS = {
     "train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test",
     "testing": "test",
@@ -51,18 +49,21 @@ def _read_image_folder(root: Path) -> Listing:
     problems = []
     unused = [path for folder in {root, *splits.values()} for path in folder.iterdir() if path.is_file()]
     for split, folder in splits.items():
-        files = [(path, label) for label, name in enumerate(class_names) for path in _walk_files(folder / name)]
-        samples[split] = [Sample(path, label) for path, label in files if path.suffix.lower() in IMAGE_SUFFIXES]
-        unused += [path for path, _ in files if path.suffix.lower() in _OTHER_SUFFIXES]
+        samples[split] = [
+            Sample(path, label)
+            for label, name in enumerate(class_names)
+            for path in _walk_files(folder / name)
+            if path.suffix.lower() in IMAGE_SUFFIXES
+        ]
         if class_names and not samples[split]:
             problems.append(f"no images in {folder.name}/")
         if unknown := [path.name for path in subfolders(folder) if path.name not in class_names]:
             problems.append(f"classes in {folder.name}/ that {splits['train'].name}/ lacks: {shorten_list(unknown)}")
     listing = build_listing("imagefolder", root, class_names, samples)
-    images = [path for path in sorted(unused) if path.suffix.lower() in IMAGE_SUFFIXES | _OTHER_SUFFIXES]
+    images = [path for path in sorted(unused) if path.suffix.lower() in IMAGE_SUFFIXES and path.name[0] != "."]
     if images:
-        names = shorten_list([display_path(path, root) for path in images if path.name[0] != "."])
-        listing.data.warnings.append(f"skipped, outside the class folders or not in a format that is read: {names}")
+        names = shorten_list([display_path(path, root) for path in images])
+        listing.data.warnings.append(f"skipped, outside the class folders: {names}")
     return replace(listing, problems=problems, advice=_ADVICE)
 
 
@@ -131,6 +132,6 @@ def _is_csv(folder: Path) -> bool:
     return "label" in row and ("image" in row or "filename" in row)
 
 
-CSV = Adapter("csv", "a list of images", _read_csv, (_LIST,), is_own=_is_csv)
+CSV = Adapter("csv", _read_csv, (_LIST,), is_own=_is_csv)
 # the registry falls back to it for every folder that no adapter recognises
-IMAGE_FOLDER = Adapter("imagefolder", "an ImageFolder", _read_image_folder, is_own=lambda folder: False)
+IMAGE_FOLDER = Adapter("imagefolder", _read_image_folder, is_own=lambda folder: False)

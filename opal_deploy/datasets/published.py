@@ -5,7 +5,7 @@
     cars         Stanford Cars          devkit/, cars_train/, cars_test/, cars_test_annos_withlabels.mat
     pets         Oxford-IIIT Pets       images/, annotations/; `trainval` is trained on
     flowers      Oxford Flowers-102     jpg/, setid.mat, imagelabels.mat
-    dtd          Describable Textures   images/, labels/; ten partitions
+    dtd          Describable Textures   images/, labels/; the first of its ten official partitions
     imagenet     ImageNet-1K            train/<wnid>/, val/<wnid>/, and ILSVRC2012_devkit_t12.tar.gz or the meta.bin
                                         that torchvision makes of it; the official validation images are for testing
     caltech101   Caltech-101            101_ObjectCategories/<class>/image_<nnnn>.jpg; NO official split
@@ -23,10 +23,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
 
-from opal_deploy.datasets.boxes import ANNOTATION_ERRORS, read_annotation
 from opal_deploy.datasets.image_folder import subfolders
 from opal_deploy.datasets.samples import (
     ADVICE,
@@ -37,34 +39,44 @@ from opal_deploy.datasets.samples import (
     Sample,
     build_listing,
     missing_files,
-    shorten_list,
     stratified_split,
 )
 from opal_deploy.errors import UsageError, require
+from opal_deploy.preprocess.geometry import Box
+
+# LookupError: an unknown encoding
+_ANNOTATION_ERRORS = (OSError, ElementTree.ParseError, ValueError, LookupError)
+# of a trimap's pixels: 1 is the pet, 3 its border
+_BACKGROUND = 2
 
 
 def _read_dogs(folder: Path) -> Listing:
-    """Read lists and boxes; annotations that are missing or damaged become a problem."""
+    """Read lists and boxes."""
     splits = {split: _read_dogs_list(folder, f"{split}_list.mat") for split in ("train", "test")}
     breeds = sorted({(sample.label, sample.path.parent.name) for samples in splits.values() for sample in samples})
     if [label for label, _ in breeds] != list(range(len(breeds))):
         raise UsageError(f"{folder}: the lists' class ids and folders are not one to one; {ADVICE}")
-    faults: list[str] = []
 
     def add_box(sample: Sample) -> Sample:
-        name = "/".join(sample.path.with_suffix("").parts[-2:])
+        path = folder / "Annotation" / sample.path.parent.name / sample.path.stem
         try:
-            return replace(sample, box=read_annotation(folder / "Annotation" / name)[0])
-        except ANNOTATION_ERRORS as error:
-            # of a missing image, only the image is reported
-            faults.extend([f"{name} ({error})"] if sample.path.is_file() else [])
-            return sample
+            return replace(sample, box=_read_voc_box(path))
+        except _ANNOTATION_ERRORS as error:
+            if sample.path.is_file():
+                raise UsageError(f"{path}: not a readable annotation ({error}); {ADVICE}") from None
+            return sample  # the missing image is reported
 
     splits = {split: [*map(add_box, samples)] for split, samples in splits.items()}
-    listing = build_listing("dogs", folder, [name for _, name in breeds], splits, crop="boxes")
-    if faults:
-        listing.problems.append(f"annotations missing or without a readable box: {shorten_list(faults)}")
-    return listing
+    return build_listing("dogs", folder, [name for _, name in breeds], splits, crop="boxes")
+
+
+def _read_voc_box(path: Path) -> Box:
+    """Return the first box of an annotation in PASCAL VOC's XML, (x0, y0, x1, y1) in pixels."""
+    element = ElementTree.parse(path).getroot().find("object/bndbox")
+    if element is None:
+        raise ValueError("no object/bndbox")
+    x0, y0, x1, y1 = (float(element.findtext(edge, "absent")) for edge in ("xmin", "ymin", "xmax", "ymax"))
+    return x0, y0, x1, y1
 
 
 def _read_dogs_list(folder: Path, name: str) -> list[Sample]:
@@ -81,16 +93,14 @@ def _read_dogs_list(folder: Path, name: str) -> list[Sample]:
         raise UsageError(f"{path}: not a Matlab file with file_list and as many labels ({text}); {ADVICE}") from None
 
 
-def _read_lists(
-    name: str, class_name: str, own_name: str, splits: Mapping[str, str], folder: Path, partition: int | None = None
-) -> Listing:
+def _read_lists(name: str, class_name: str, own_name: str, splits: Mapping[str, str], folder: Path) -> Listing:
     """Read a data set with a class of torchvision.datasets.
 
     Args:
         name, class_name: our name of the data set, and torchvision's class.
         own_name: the folder in its root that torchvision reads; a link of this name leads to the user's folder.
         splits: our names of the splits to torchvision's; an empty name for a class without splits.
-        folder, partition: see `Adapter.read`.
+        folder: the data set's folder.
 
     Raises:
         UsageError: torchvision cannot read the lists, or they name different classes.
@@ -106,11 +116,9 @@ def _read_lists(
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(folder.resolve())
         for split, official in splits.items():
-            options = {"split": official, "partition": partition}
             try:
                 dataset = getattr(torchvision.datasets, class_name)(
-                    str(link if class_name == "ImageNet" else root),
-                    **{option: value for option, value in options.items() if value},
+                    str(link if class_name == "ImageNet" else root), **({"split": official} if official else {})
                 )
                 names[split], samples = _list_samples(dataset, link)
             except Exception as error:  # torchvision and SciPy raise nearly anything for a damaged list
@@ -158,6 +166,15 @@ def _split_off_test(listing: Listing) -> Listing:
     return replace(listing, data=replace(data, train=train, test=test, warnings=[warning]))
 
 
+def read_trimap(path: Path) -> NDArray[np.bool_]:
+    """Return the pet's pixels in a trimap of Oxford-IIIT Pets, bool [H, W]; UsageError if it cannot be read."""
+    try:
+        with Image.open(path) as image:
+            return np.asarray(np.asarray(image) != _BACKGROUND)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UsageError(f"{path}: not a readable trimap ({error}); unpack the annotations again") from None
+
+
 def _is_imagenet(folder: Path) -> bool:
     """Return whether train/ lies next to a devkit, or has all of the thousand wnids; Imagenette is an ImageFolder."""
     if not missing_files(folder, "train/", _DEVKIT):
@@ -176,28 +193,19 @@ _PETS_FILES = ("images/", "annotations/trainval.txt", "annotations/test.txt")
 
 
 def _torchvision(
-    name: str,
-    title: str,
-    class_name: str,
-    own_name: str,
-    splits: Mapping[str, str],
-    files: tuple[str, ...],
-    **more: Any,
+    name: str, class_name: str, own_name: str, splits: Mapping[str, str], *files: str, **more: Any
 ) -> Adapter:
-    return Adapter(name, title, partial(_read_lists, name, class_name, own_name, splits), files, **more)
+    return Adapter(name, partial(_read_lists, name, class_name, own_name, splits), files, **more)
 
 
-DOGS = Adapter("dogs", "Stanford Dogs", _read_dogs, _DOGS_FILES)
+DOGS = Adapter("dogs", _read_dogs, _DOGS_FILES)
 TORCHVISION_DATASETS = (
-    _torchvision("cars", "Stanford Cars", "StanfordCars", "stanford_cars", _TRAIN_TEST, _CARS_FILES),
-    _torchvision("pets", "Oxford-IIIT Pets", "OxfordIIITPet", "oxford-iiit-pet", _PETS, _PETS_FILES),
-    _torchvision("flowers", "Oxford Flowers-102", "Flowers102", "flowers-102", _ALL,
-                 ("jpg/", "setid.mat", "imagelabels.mat")),
-    _torchvision("imagenet", "ImageNet-1K", "ImageNet", "imagenet", _IMAGENET, ("train/", "val/", _DEVKIT),
-                 is_own=_is_imagenet),
-    _torchvision("caltech101", "Caltech-101", "Caltech101", "caltech101", {"train": ""}, ("101_ObjectCategories/",)),
+    _torchvision("cars", "StanfordCars", "stanford_cars", _TRAIN_TEST, *_CARS_FILES),
+    _torchvision("pets", "OxfordIIITPet", "oxford-iiit-pet", _PETS, *_PETS_FILES),
+    _torchvision("flowers", "Flowers102", "flowers-102", _ALL, "jpg/", "setid.mat", "imagelabels.mat"),
+    _torchvision("imagenet", "ImageNet", "imagenet", _IMAGENET, "train/", "val/", _DEVKIT, is_own=_is_imagenet),
+    _torchvision("caltech101", "Caltech101", "caltech101", {"train": ""}, "101_ObjectCategories/"),
     # torchvision's root holds dtd/, which holds the archive's own dtd/
-    _torchvision("dtd", "Describable Textures", "DTD", "dtd/dtd", _ALL, ("images/", "labels/train1.txt"),
-                 partitions=10),
-    _torchvision("sun397", "SUN397", "SUN397", "SUN397", {"train": ""}, ("ClassName.txt", "a/")),
-)  # fmt: skip
+    _torchvision("dtd", "DTD", "dtd/dtd", _ALL, "images/", "labels/train1.txt"),
+    _torchvision("sun397", "SUN397", "SUN397", {"train": ""}, "ClassName.txt", "a/"),
+)

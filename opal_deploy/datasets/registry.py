@@ -32,8 +32,6 @@ def read_dataset(
     root: Path,
     dataset: str | None = None,
     *,
-    partition: int = 1,
-    skip_missing: bool = False,
     needs_validation: bool = True,
     progress: Progress | None = None,
 ) -> DataSet:
@@ -43,8 +41,6 @@ def read_dataset(
         root: the data set's folder.
         dataset: one of `DATASET_NAMES`; None recognises the data set by its files and reads any other folder as an
             ImageFolder.
-        partition: number of the official partition, from 1.
-        skip_missing: leave out listed images that do not exist, with a warning, instead of raising.
         needs_validation: set validation images aside if the data set has none.
         progress: called while image headers are read, which takes minutes on a network drive.
 
@@ -54,7 +50,7 @@ def read_dataset(
     try:
         if not root.is_dir():
             raise UsageError(f"{root}: no such folder; give a data set's folder or one with a folder per class")
-        data = check_dataset(_read(root, dataset, partition), skip_missing=skip_missing, progress=progress)
+        data = check_dataset(_read(root, dataset), progress)
         if not data.val and needs_validation:
             data = split_off_validation(data)
         # after the split, which may separate two equal files of train/
@@ -84,7 +80,7 @@ def find_recorded_dataset(
         return None
     try:
         if data.get("skipped"):
-            recorded = read_dataset(root, layout, skip_missing=True)
+            recorded = read_dataset(root, layout)
         else:
             recorded = _read(root, layout).data
             recorded = recorded if recorded.val else split_off_validation(recorded)
@@ -94,16 +90,14 @@ def find_recorded_dataset(
     return recorded if same_sizes and recorded.class_names == list(class_names) else None
 
 
-def _read(root: Path, dataset: str | None, partition: int = 1) -> Listing:
+def _read(root: Path, dataset: str | None) -> Listing:
     adapter = _find_adapter(root, dataset)
-    if not 1 <= partition <= max(adapter.partitions, 1):
-        raise UsageError(f"{adapter.title} has no partition {partition}; expected 1 to {max(adapter.partitions, 1)}")
     if missing := missing_files(root, *adapter.files):
         raise UsageError(
-            f"{root}: read as {adapter.title} but lacks {shorten_list(missing)}; unpack all of the official archives "
+            f"{root}: read as {adapter.name} but lacks {shorten_list(missing)}; unpack all of the official archives "
             "there, or, if its folders are classes, give --dataset imagefolder"
         )
-    return adapter.read(root, partition) if adapter.partitions else adapter.read(root)
+    return adapter.read(root)
 
 
 def _find_adapter(root: Path, dataset: str | None) -> Adapter:

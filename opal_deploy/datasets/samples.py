@@ -61,7 +61,7 @@ class DataSet:
         train, val, test: the splits; `test` may be empty.
         crop: `boxes` where samples carry boxes, else None.
         warnings: one line for each kind of tolerated problem.
-        skipped: images left out because they are missing or their headers cannot be read.
+        skipped: images left out because their headers cannot be read.
     """
 
     root: Path
@@ -122,18 +122,15 @@ class Adapter:
     """The functions that recognise and read one data set.
 
     Attributes:
-        name, title: the name on the command line, and its authors' name.
-        read: from the data set's folder, and the partition's number if there are several, to its lists.
+        name: the name on the command line.
+        read: from the data set's folder to its lists.
         files: the files that the folder must have, see `missing_files`.
-        partitions: the number of official partitions; 0 for a data set with a single split.
         is_own: whether a folder is unmistakably this data set; None: if it has all files.
     """
 
     name: str
-    title: str
-    read: Callable[..., Listing]
+    read: Callable[[Path], Listing]
     files: tuple[str, ...] = ()
-    partitions: int = 0
     is_own: Callable[[Path], bool] | None = None
 
     def recognizes(self, folder: Path) -> bool:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.files import model_kind
 from opal_deploy.artifact.metadata import Metadata, check_all_outputs
 from opal_deploy.datasets import cub
-from opal_deploy.datasets.boxes import read_trimap
+from opal_deploy.datasets.published import read_trimap
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import DataSet, Sample, display_path, pluralize
 from opal_deploy.errors import UsageError, require
@@ -248,7 +248,7 @@ def read_inputs(data: Path, path: Path, metadata: Metadata, options: EvaluateOpt
     # classes with a few images cannot be split
     needs_validation = options.split in ("train", "val")
     data_set = read_dataset(
-        data, options.dataset, partition=options.partition, skip_missing=options.skip_missing,
+        data, options.dataset,
         needs_validation=needs_validation, progress=as_progress(options.progress),
     )  # fmt: skip
     options.log(f"read as {data_set.describe()}")

@@ -13,8 +13,6 @@ from opal_deploy.options import (
     Device,
     Option,
     Options,
-    Partition,
-    SkipMissing,
     StrPath,
     Threads,
 )
@@ -34,8 +32,6 @@ class EvaluateOptions(Options):
     """
 
     dataset: DatasetName = None
-    partition: Partition = 1
-    skip_missing: SkipMissing = False
     split: Annotated[Split, Option("Images to measure; `all` for a folder that was not used in training.")] = "test"
     boxes: CropToBoxes = True
     parts: Annotated[

@@ -146,8 +146,7 @@ def read_boxes(path: Path, confidence: float = DEFAULT_CONFIDENCE) -> Crops:
     Raises:
         UsageError: unreadable, other columns or keys, not a number, an image with two boxes.
     """
-    from opal_deploy.datasets.boxes import find_box_file, is_cub_boxes, read_cub_boxes
-    from opal_deploy.datasets.cub import IMAGES
+    from opal_deploy.datasets.cub import IMAGES, find_box_file, is_cub_boxes, read_cub_boxes
 
     path = find_box_file(path) or path
     text, identity = _read_file(f"{path}", path, "a CSV or COCO file, or MegaDetector's results")

@@ -4,12 +4,12 @@ Start at `api.train_model`, which the command calls, and `loop.fit`: from a data
 
     options        every option once, recipes; imports no torch
     loop           prepare, fit the head, choose the stride, an epoch, validate; the learning rate and the best epoch
-    network        the network that a run starts with, and what the run costs
+    network        the network that a run starts with
     head_fit       the head fitted to features of the frozen network
     losses         cross-entropy and the terms of the attention
     images         decoded and augmented images in batches; regions that the attention is kept off
-    measure        outputs and measurements of a network, with the background images in its OOD score
-    run_directory  files and records of a run; checkpoints writes best.pt and last.pt and resumes from them
+    run_directory  files and records of a run
+    checkpoints    what is measured for best.pt and last.pt, writing them, and resuming
     machine        processes, device and precision, by Lightning Fabric
     reproduce      the paper's tables (paper.toml): missing runs, our metrics next to the paper's
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from opal_deploy.datasets.registry import read_dataset
-from opal_deploy.datasets.samples import DataSet, shorten_list
+from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import require
 from opal_deploy.logs import WarningLine, as_progress
 from opal_deploy.model.network_names import check_weights
@@ -22,8 +22,6 @@ from opal_deploy.train.run_directory import TrainResult, TrainRunDirectory
 
 # classes are called unbalanced from this ratio of the most to the fewest training images on
 _UNBALANCED_RATIO = 3.0
-# with fewer training images a class is called small: two more are its validation images, which judge nothing
-_SMALL_CLASS = 10
 
 
 @keywords(TrainOptions, given_only=True)
@@ -31,8 +29,8 @@ def train_model(data: StrPath, options: Mapping[str, Any]) -> TrainResult:
     """Train an OPAL network, or a classifier to compare it with, on labelled images.
 
     Does what `opal-deploy train` does and prints nothing. Omitted options are the recipe's. After a KeyboardInterrupt,
-    the same call with `resume=True` continues the run. Where processes are spawned (macOS, Windows), `workers` above 0
-    needs the call to be under `if __name__ == "__main__":`.
+    the same call with `resume=True` continues the run. Where processes are spawned (macOS, Windows), the call has to be
+    under `if __name__ == "__main__":`, or needs `workers=0`.
 
     Args:
         data: a data set's folder as unpacked, or a folder with one folder per class, optionally below train/ (val/,
@@ -61,17 +59,15 @@ def train_model(data: StrPath, options: Mapping[str, Any]) -> TrainResult:
         require("tensorboard", "tensorboard", "--tensorboard")
     if resolved.weights_name is not None and resolved.start_from is None:
         check_weights(resolved.backbone, resolved.weights_name)
-    labelled = read_dataset(
-        root, resolved.dataset, partition=resolved.partition, skip_missing=resolved.skip_missing,
-        progress=as_progress(resolved.progress),
-    )  # fmt: skip
+    labelled = read_dataset(root, resolved.dataset, progress=as_progress(resolved.progress))
     labelled = labelled if resolved.boxes else labelled.without_crops()
     # takes seconds, since it imports torch: after all that can be refused without
     with _hidden("torchmetrics"):
         from opal_deploy.train.loop import fit
 
     if is_main_process():
-        for line in [*labelled.warnings, *warn_of_balance(labelled, weighted=resolved.class_weights == "balanced")]:
+        balance = [] if resolved.class_weights == "balanced" else warn_of_balance(labelled)
+        for line in [*labelled.warnings, *balance]:
             resolved.log(WarningLine(f"warning: {line}"))
         resolved.log(f"recipe {recipe}; read as {labelled.describe()}")
     return fit(labelled, resolved)
@@ -95,18 +91,13 @@ def is_main_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def warn_of_balance(data: DataSet, *, weighted: bool) -> list[str]:
-    """Return a line if classes are unbalanced, and one if some are small; `weighted`: the run uses balanced weights."""
-    images, lines = Counter(sample.label for sample in data.train), []
-    counts = {name: images[label] for label, name in enumerate(data.class_names)}
-    most, fewest = max(counts, key=counts.__getitem__), min(counts, key=counts.__getitem__)
-    if counts[most] >= _UNBALANCED_RATIO * counts[fewest] and not weighted:
-        lines.append(
-            f"unbalanced classes: {most} has {counts[most]:,} training images and {fewest} {counts[fewest]:,}; "
-            "--class-weights balanced gives all classes the same weight"
-        )
-    if small := [f"{name} {count}" for name, count in counts.items() if count < _SMALL_CLASS]:
-        lines.append(
-            f"few images: classes with fewer than {_SMALL_CLASS} training images ({shorten_list(small)}); add images"
-        )
-    return lines
+def warn_of_balance(data: DataSet) -> list[str]:
+    """Return a line if the training images of the classes are unbalanced, else nothing."""
+    images = Counter(sample.label for sample in data.train)
+    (most, count), (fewest, least) = images.most_common()[0], images.most_common()[-1]
+    if count < _UNBALANCED_RATIO * least:
+        return []
+    return [
+        f"unbalanced classes: {data.class_names[most]} has {count:,} training images and {data.class_names[fewest]} "
+        f"{least:,}; --class-weights balanced gives all classes the same weight"
+    ]

@@ -1,27 +1,44 @@
-"""best.pt and last.pt of a run: writing them, and resuming from last.pt."""
+"""best.pt and last.pt of a run: what is measured for them, writing them, and resuming from last.pt."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from lightning_fabric import Fabric
+from numpy.typing import NDArray
 from torch import Tensor
 
+from opal_deploy.artifact.baseline import Baseline
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.files import write_json
+from opal_deploy.artifact.measurements import Calibration, ReceptiveField
+from opal_deploy.artifact.opal_head import embedding
 from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import CheckpointError, UsageError
-from opal_deploy.evaluation.metrics import Evaluation
-from opal_deploy.logs import Progress
+from opal_deploy.evaluation.calibration import calibrate
+from opal_deploy.evaluation.cells import measure_receptive_field
+from opal_deploy.evaluation.metrics import (
+    ClassCounts,
+    Evaluation,
+    collapse_of_cells,
+    compute_metrics,
+    count_by_class,
+    margins,
+)
+from opal_deploy.evaluation.record import fit_neighbours, measure_baseline
+from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model.checkpoint import Checkpoint, save
+from opal_deploy.model.neighbours import Neighbours
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.model.state_dicts import load_torch_file
 from opal_deploy.records.decision import describe_supported_rates
+from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.train import machine
-from opal_deploy.train.images import Loaders
-from opal_deploy.train.measure import Measurements, measure_network
+from opal_deploy.train.images import Batches, Loaders, normalize
 from opal_deploy.train.run_directory import (
     RESUME_ADVICE,
     EpochRecord,
@@ -35,30 +52,132 @@ from opal_deploy.train.run_directory import (
 RESUME_KEY = "resume"
 
 
-@dataclass
-class TrainState:
-    """The progress of a run after an epoch.
+class LabelledOutputs(NamedTuple):
+    """The outputs for n images and their labels, as far as metrics need them."""
+
+    logits: NDArray[np.float32]  # [n, C]
+    labels: NDArray[np.int64]  # [n]
+    # [n, m], of the labelled class's slots, as those of all slots would be gigabytes; None for a network without slots
+    cells: NDArray[np.int32] | None
+    margins: NDArray[np.float64] | None  # [n], see `metrics.margins`; None for a network without anchors
+
+    def compute_metrics(self, class_map: ClassMap, scale: float = 1.0) -> Evaluation:
+        """Return the metrics over all images of a network with this map, the loss of logits times `scale`."""
+        collapse = None if self.cells is None else collapse_of_cells(self.cells, self.labels, class_map)
+        return compute_metrics(np.float32(scale) * self.logits, self.labels, collapse, self.margins)
+
+
+def predict(
+    network: OpalNetwork,
+    batches: Batches,
+    fabric: Fabric | None = None,
+    *,
+    lower_precision: bool = False,
+    progress: Progress = no_progress,
+) -> LabelledOutputs:
+    """Return the outputs of all batches, computed on the network's device.
+
+    Args:
+        network: left in evaluation mode.
+        batches: at least one image.
+        fabric: the processes whose outputs are returned; None is this one.
+        lower_precision: compute the backbone in the run's precision; the head stays float32, as in exported files.
+        progress: called after each batch.
+
+    Raises:
+        UsageError: names an image that cannot be decoded.
+    """
+    network.eval()
+    device, config, class_map = next(network.parameters()).device, network.config, network.config.class_map
+    parts: list[LabelledOutputs] = []
+    done = 0
+    with torch.inference_mode():
+        for images, labels in batches:
+            inputs = normalize(images.to(device, non_blocking=True), config.mean, config.std)
+            with machine.autocast(fabric if lower_precision else None):
+                features = network.backbone(inputs)
+            outputs = network.head.explain(network.head.project(features.float()))
+            logits = outputs.logits.float().cpu().numpy()
+            cells = batch_margins = None
+            if outputs.argmax is not None:
+                channels = torch.from_numpy(class_map.channel_table[labels.numpy()]).to(device)  # [n, m]
+                cells = outputs.argmax.gather(1, channels).cpu().numpy()
+            if outputs.scores is not None:
+                scores = outputs.scores.float().cpu().numpy()
+                batch_margins = margins(logits, embedding(scores, config.head.epsilon), class_map)
+            parts.append(LabelledOutputs(logits, labels.numpy(), cells, batch_margins))
+            done += len(labels)
+            progress(done, len(batches.images), "evaluating")
+    parts = [part for share in machine.gather(fabric, parts) for part in share]
+    whole: list[Any] = [None if column[0] is None else np.concatenate(column) for column in zip(*parts, strict=True)]
+    return LabelledOutputs(*whole)
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """The measurements of a network for its checkpoint, in float32.
 
     Attributes:
-        epoch: number of finished epochs.
-        records: one per finished epoch.
-        best: epoch and validation metrics of the best weights so far.
-        planned_epochs: the number of epochs that `--minutes` leaves time for; None without it.
-        checkpoint_metrics: the metrics that last.pt carries.
-        best_weights: the best weights so far, on the CPU.
+        val, test: metrics on the validation and the test split; `test` is None without one.
+        classes: answers per class on the test split, or on the validation split without one.
+        calibration: fitted to the validation split.
+        receptive_field, baseline, neighbours: only of the process that writes the checkpoint; None in the others.
     """
 
-    epoch: int = 0
-    records: list[EpochRecord] = field(default_factory=list)
-    best: tuple[int, Evaluation] | None = None
-    planned_epochs: int | None = None
-    checkpoint_metrics: dict[str, Any] = field(default_factory=dict)
-    best_weights: dict[str, Tensor] | None = None
+    val: Evaluation
+    test: Evaluation | None
+    classes: list[ClassCounts]
+    calibration: Calibration
+    receptive_field: ReceptiveField | None
+    baseline: Baseline | None
+    neighbours: Neighbours | None
 
     @property
-    def best_epoch(self) -> int | None:
-        """The epoch of the best weights so far; None before the first one."""
-        return None if self.best is None else self.best[0]
+    def metrics(self) -> dict[str, Any]:
+        """The metrics of both splits, as the checkpoint keeps them."""
+        return {**self.val.to_dict("val"), **(self.test.to_dict("test") if self.test else {})}
+
+
+def measure_network(
+    network: OpalNetwork,
+    data: DataSet,
+    loaders: Loaders,
+    background: list[Sample],
+    fabric: Fabric,
+    progress: Progress,
+) -> Measurements:
+    """Measure a network for its checkpoint; `background` are out-of-distribution images, perhaps none."""
+    machine.set_tf32(enabled=False)
+    class_map = network.config.class_map
+    outputs = predict(network, loaders.val, fabric, progress=progress)
+    val, calibration = outputs.compute_metrics(class_map), calibrate(outputs.logits, outputs.labels)
+    # only the process that writes them measures them, on a bounded number of images
+    receptive_field = baseline = neighbours = test = None
+    if fabric.is_global_zero:
+        receptive_field = measure_receptive_field(network, data.val)
+        neighbours = network.neighbours = fit_neighbours(network, data.train, background, progress=progress)
+        session = TorchSession(
+            Checkpoint(network, data.class_names, receptive_field=receptive_field), device=str(fabric.device)
+        )
+        baseline = measure_baseline(session, data.val, neighbours, progress=progress)
+        network.neighbours = None
+    if loaders.test is not None:
+        outputs = predict(network, loaders.test, fabric, progress=progress)
+        test = outputs.compute_metrics(class_map)
+    classes = count_by_class(outputs.logits, outputs.labels, data.class_names)
+    return Measurements(val, test, classes, calibration, receptive_field, baseline, neighbours)
+
+
+@dataclass
+class TrainState:
+    """The progress of a run after an epoch."""
+
+    epoch: int = 0  # number of finished epochs
+    records: list[EpochRecord] = field(default_factory=list)  # one per finished epoch
+    best: tuple[int, Evaluation] | None = None  # epoch and validation metrics of the best weights so far
+    planned_epochs: int | None = None  # the number of epochs that `--minutes` leaves time for; None without it
+    checkpoint_metrics: dict[str, Any] = field(default_factory=dict)  # the metrics that last.pt carries
+    best_weights: dict[str, Tensor] | None = None  # on the CPU
 
 
 def copy_weights(network: OpalNetwork) -> dict[str, Tensor]:
@@ -115,7 +234,7 @@ class RunWriter:
             "scaler": self.fabric.strategy.precision.state_dict(),
             # every process draws random numbers of its own
             "random": machine.gather(self.fabric, machine.get_random_state(self.fabric.device)),
-            "best_weights": None if state.best_epoch == state.epoch else state.best_weights,
+            "best_weights": None if state.best and state.best[0] == state.epoch else state.best_weights,
         }
         weights = copy_weights(self.network)
         self._save(self.run_dir.last, state.checkpoint_metrics, {"state_dict": weights, RESUME_KEY: resume})
@@ -133,7 +252,6 @@ class RunWriter:
                 **measured.metrics,
                 "calibration": measured.calibration.to_dict(),
                 "classes": [asdict(counts) for counts in measured.classes],
-                "linear_accuracy": self.config.get("linear_accuracy"),
                 "epochs": state.epoch,
                 "seconds": sum(record.seconds for record in records),
                 "images_per_second": records[-1].images_per_second,
@@ -177,11 +295,10 @@ def restore(
     """Put network, optimizer, scaler and generators into the state of last.pt; return the progress.
 
     Args:
-        path: of last.pt.
-        last: its content.
+        path: path of last.pt.
+        last: content of last.pt.
         config: the configuration of the run to go on with, see `describe_differences`.
-        network: changed in place, as are `optimizer` and torch's generators.
-        optimizer: wrapped by Fabric.
+        network: changed in place, as are `optimizer`, which Fabric wraps, and torch's generators.
         fabric: the processes of the run.
 
     Raises:

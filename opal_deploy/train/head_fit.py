@@ -43,8 +43,6 @@ LEAST_PASSES = 20
 _RATE, _RMS_BOUNDS = 3e-3, (0.2, 2.0)
 # features above this would lose too much in float16, whose largest number is 65,504
 _MAX_HALF = 1e4
-# pooled features that a linear classifier is fitted to, and the inverse of its regularisation
-_MAX_POOLED, _LINEAR_C = 20_000, 0.01
 _TINY = 1e-6
 # of a one-sided test at 5 %
 _Z = 1.645
@@ -78,11 +76,6 @@ class FrozenFeatures:
             for start in range(0, max(len(order) - size, 0) + 1, size):
                 rows = order[start : start + size]
                 yield self.features[rows], self.labels[rows], None if self.regions is None else self.regions[rows]
-
-    def pool(self) -> tuple[Tensor, Tensor]:
-        """Return the features of up to 20,000 views averaged over the cells, float32 [M, D], and the labels [M]."""
-        pooled = [view.float().mean((1, 2)) for view in self.features[:_MAX_POOLED]]
-        return torch.stack(pooled), self.labels[:_MAX_POOLED]
 
 
 def compute_frozen_features(
@@ -178,12 +171,10 @@ def fit_head(
     return loss / seen, correct_sum / seen
 
 
-def compute_features(
-    network: OpalNetwork, images: Tensor, fabric: Fabric | None = None
-) -> tuple[Tensor, Tensor | None]:
+def compute_features(network: OpalNetwork, images: Tensor, fabric: Fabric) -> tuple[Tensor, Tensor | None]:
     """Return the features and the regions of uint8 images [n, H0, W0, 3 or 4]; see `FrozenFeatures`.
 
-    The backbone, in evaluation mode, computes in Fabric's precision, in float32 without.
+    The backbone, in evaluation mode, computes in Fabric's precision.
     """
     config, device = network.config, next(network.parameters()).device
     images = images.to(device, non_blocking=True)
@@ -197,27 +188,6 @@ def compute_features(
         height, width = features.shape[2:]
         regions = functional.adaptive_avg_pool2d(regions[:, None], (height, width))[:, 0].half().cpu()
     return features, regions
-
-
-def measure_linear(pooled: Tensor, labels: Tensor, network: OpalNetwork, batches: Batches, progress: Progress) -> float:
-    """Return the accuracy on `batches` of a linear classifier of pooled features [M, D], 0 ... 1.
-
-    This is the accuracy of the same features without explanations: multinomial logistic regression on standardised
-    features. Expects the backbone that the features come from.
-    """
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
-    classifier = make_pipeline(StandardScaler(), LogisticRegression(C=_LINEAR_C, max_iter=200))
-    classifier.fit(pooled.numpy(), labels.numpy())
-    correct = done = 0
-    for images, true_labels in batches:
-        features, _ = compute_features(network, images)
-        correct += int((classifier.predict(features.float().mean((2, 3)).numpy()) == true_labels.numpy()).sum())
-        done += len(true_labels)
-        progress(done, len(batches.images), "evaluating a linear classifier")
-    return correct / done
 
 
 def prefer_all_layers(finer: Evaluation, all_layers: Evaluation) -> bool:

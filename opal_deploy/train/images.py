@@ -4,8 +4,8 @@ An image goes through `preprocess` as everywhere else (EXIF orientation, box, an
 is added. Every image is decoded once before the first step, and kept in memory if all fit. The content of an epoch
 depends on (seed, epoch, image) only, not on the number of worker processes.
 
-With regions that the attention is kept off, images have a fourth channel, the share of each pixel that is kept off,
-0 ... 255: whatever moves the pixels moves it too.
+With `--keep-off`, images have a fourth channel, the share of each pixel that the attention is kept off, 0 ... 255:
+whatever moves the pixels moves it too.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from opal_deploy.datasets.boxes import draw_boxes
 from opal_deploy.datasets.samples import DataSet, Sample, shorten_list
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.evaluation.inputs import ImageAnnotation, annotate, has_creatures
+from opal_deploy.evaluation.inputs import annotate
 from opal_deploy.logs import Log, Progress, WarningLine
 from opal_deploy.preprocess.decode import decode
-from opal_deploy.preprocess.geometry import Geometry, compute_geometry
+from opal_deploy.preprocess.geometry import Box, Geometry, compute_geometry
 from opal_deploy.preprocess.resize import to_input
 from opal_deploy.runtime.devices import available_cpus
 from opal_deploy.train import machine
 from opal_deploy.train.augmentation import PaperAugmentation
-from opal_deploy.train.options import OUTSIDE, TrainOptions
+from opal_deploy.train.options import TrainOptions
 
 # (epoch, position): worker processes learn the epoch from the key
 ImageKey = tuple[int, int]
@@ -61,7 +60,7 @@ class TrainImages(Dataset[ImageItem]):
         samples: the samples.
         input_size: (H0, W0).
         augmentation: None for evaluation.
-        regions: one per sample that the attention is kept off, as the fourth channel; None without.
+        regions: for each sample the boxes that the attention is kept off, as the fourth channel; None without.
         seed: seed of the augmentation.
         pixels: the resized images, uint8 [N, H1, W1, 3 or 4], if they are kept in memory.
     """
@@ -69,7 +68,7 @@ class TrainImages(Dataset[ImageItem]):
     samples: list[Sample]
     input_size: tuple[int, int]
     augmentation: PaperAugmentation | None = None
-    regions: Regions | None = None
+    regions: Sequence[Sequence[Box]] | None = None
     seed: int = 0
     pixels: NDArray[np.uint8] | None = None
 
@@ -91,89 +90,45 @@ class TrainImages(Dataset[ImageItem]):
         epoch, index = key
         try:
             pixels = self.load(index) if self.pixels is None else self.pixels[index]
-        except (ImageError, UsageError) as error:
+        except ImageError as error:
             raise UsageError(f"{self.samples[index].path}: {error}; remove or replace this image") from None
         if self.augmentation is not None and epoch in (WHOLE, MIRRORED):
             pixels = self.augmentation.keep(pixels, mirrored=epoch == MIRRORED)
         elif self.augmentation is not None:
             pixels = self.augmentation(pixels, np.random.default_rng((_AUGMENT_STREAM, self.seed, epoch, index)))
-        if self.regions is not None and self.regions.outside:
-            # only now: the black corners that augmentation leaves are outside the object, too
-            pixels = np.dstack([pixels[..., :3], 255 - pixels[..., 3]])
         return pixels, self.samples[index].label
 
     def load(self, index: int) -> NDArray[np.uint8]:
-        """Return an image of `shape`.
-
-        Raises:
-            ImageError: it cannot be decoded.
-            UsageError: its region is damaged or has another size.
-        """
+        """Return an image of `shape`; raise ImageError if it cannot be decoded."""
         sample, size = self.samples[index], self.shape[:2]
         image = decode(sample.path)
         geometry = compute_geometry(image, sample.box)
         pixels = to_input(image, geometry, size)
-        return pixels if self.regions is None else np.dstack([pixels, self.regions.draw(index, geometry, size)])
+        return pixels if self.regions is None else np.dstack([pixels, draw_region(self.regions[index], geometry, size)])
 
 
-@dataclass(frozen=True)
-class Regions:
-    """The regions of N images that the attention is kept off.
-
-    Attributes:
-        images: N annotations, whose boxes or mask are the region that is kept off or, with `outside`, the object; an
-            image without any has no region.
-        outside: everything but the annotated object is kept off.
-    """
-
-    images: Sequence[ImageAnnotation]
-    outside: bool = False
-
-    def __len__(self) -> int:
-        """The number of images with a region."""
-        return sum(image.has_object for image in self.images)
-
-    def draw(self, index: int, geometry: Geometry, size: tuple[int, int]) -> NDArray[np.uint8]:
-        """Draw the annotation of an image as the model sees it, cropped and resized.
-
-        Returns:
-            uint8 [H, W] of `size`, the share of each pixel that lies in the annotation, 0 ... 255. With `outside`, an
-            image without an object is all object.
-
-        Raises:
-            UsageError: a mask does not have the image's size.
-        """
-        annotation, whole = self.images[index], (geometry.height, geometry.width)
-        if self.outside and not annotation.has_object:
-            return np.full(size, 255, np.uint8)
-        mask = draw_boxes(annotation.boxes, whole) if annotation.mask is None else annotation.mask()
-        if mask.shape != whole:
-            raise UsageError(
-                f"its mask has {mask.shape} pixels (height, width), the image as a viewer shows it {whole}"
-            )
-        image = Image.fromarray(mask.astype(np.uint8) * np.uint8(255)).crop(geometry.crop)
-        return np.asarray(image.resize(size[::-1], Image.Resampling.BILINEAR))
-
-
-def read_regions(data: DataSet, keep_off: str) -> Regions:
-    """Return the regions of a data set's training images.
-
-    Args:
-        data: the data set.
-        keep_off: a COCO file with boxes of stamps, scale bars or borders; or `outside`, all but the data set's objects.
+def read_regions(data: DataSet, file: Path) -> list[tuple[Box, ...]]:
+    """Return the boxes of each training image in a COCO file: stamps, scale bars or borders.
 
     Raises:
-        UsageError: the file is damaged or has none of the images; or the data set's objects are unknown.
+        UsageError: the file is damaged or has none of the images.
     """
-    if keep_off != OUTSIDE:
-        return Regions(annotate(data, data.train, boxes=True, parts=False, objects=Path(keep_off)).images)
-    regions = Regions(annotate(data, data.train, boxes=True, parts=has_creatures(data)).images, outside=True)
-    if data.crop is not None or not len(regions):
-        raise UsageError(
-            f"--keep-off {OUTSIDE}: {data.root} has no boxes or masks of its objects, or images are cropped to them; "
-            "give a COCO file of regions, or --no-boxes to train on whole images"
-        )
-    return regions
+    annotations = annotate(data, data.train, boxes=True, parts=False, objects=file)
+    return [image.boxes for image in annotations.images]
+
+
+def draw_region(boxes: Sequence[Box], geometry: Geometry, size: tuple[int, int]) -> NDArray[np.uint8]:
+    """Draw boxes of an image as the model sees them, cropped and resized.
+
+    Returns:
+        uint8 [H, W] of `size`, the share of each pixel that lies in a box, 0 ... 255.
+    """
+    covered = np.zeros((geometry.height, geometry.width), np.uint8)
+    for box in boxes:
+        x0, y0, x1, y1 = (max(round(edge), 0) for edge in box)
+        covered[y0:y1, x0:x1] = 255
+    region = Image.fromarray(covered).crop(geometry.crop)
+    return np.asarray(region.resize(size[::-1], Image.Resampling.BILINEAR))
 
 
 def read_images(
@@ -186,9 +141,6 @@ def read_images(
         progress: called with images done.
         keep: keep the resized images in memory; else each process of the run decodes its share.
         fabric: the processes of the run; None is this one.
-
-    Raises:
-        UsageError: a region is damaged or has another size than its image.
     """
     rank, size = (0, 1) if keep or fabric is None else (fabric.global_rank, fabric.world_size)
     pixels = np.empty((len(images), *images.shape), np.uint8) if keep else None
@@ -201,8 +153,6 @@ def read_images(
                 pixels[index] = resized
         except ImageError as error:
             problems[index] = f"{images.samples[index].path} ({error})"
-        except UsageError as error:
-            raise UsageError(f"{images.samples[index].path}: {error}") from None
 
     with ThreadPoolExecutor(available_cpus()) as pool:
         for done, _ in enumerate(pool.map(read, range(rank, len(images), size)), 1):
@@ -214,7 +164,7 @@ def read_images(
         images = replace(
             images,
             samples=[images.samples[index] for index in kept],
-            regions=None if regions is None else replace(regions, images=[regions.images[index] for index in kept]),
+            regions=None if regions is None else [regions[index] for index in kept],
             pixels=None if pixels is None else pixels[kept],
         )
     return images, [problems[index] for index in sorted(problems)]
@@ -324,8 +274,8 @@ def prepare_images(
         augmentation = PaperAugmentation(options.input_size, erase=options.augment == "erase")
     regions = None
     if options.keep_off is not None:
-        regions = read_regions(data, str(options.keep_off))
-        log(f"keeping the attention off regions of {len(regions):,} of {len(data.train):,} images")
+        regions = read_regions(data, Path(options.keep_off))
+        log(f"keeping the attention off regions of {sum(map(bool, regions)):,} of {len(data.train):,} images")
     splits = [TrainImages(data.train, options.input_size, augmentation, regions, options.seed)]
     splits += [TrainImages(samples, options.input_size) for samples in (data.val, data.test)]
     # every process caches all images, because its share of them changes with each epoch

@@ -28,24 +28,14 @@ from opal_deploy.model.backbones import get_library
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import head_fit, machine
-from opal_deploy.train.checkpoints import (
-    RunWriter,
-    TrainState,
-    copy_weights,
-    read_checkpoint,
-    restore,
-)
+from opal_deploy.train.checkpoints import RunWriter, TrainState, copy_weights, predict, read_checkpoint, restore
 from opal_deploy.train.head_fit import compute_frozen_features, fit_head, prefer_all_layers
-from opal_deploy.train.images import EVALUATION_BATCH, Batches, Loaders, normalize, prepare_images
+from opal_deploy.train.images import Batches, Loaders, normalize, prepare_images
 from opal_deploy.train.losses import NetworkTerms, Objective, make_objective, read_regions_channel
-from opal_deploy.train.measure import predict
 from opal_deploy.train.network import (
-    PASSES,
     build_network,
     choose_strides,
-    describe_cost,
     describe_run,
-    describe_start,
     describe_weights,
     load_start,
     package_versions,
@@ -62,6 +52,8 @@ from opal_deploy.train.run_directory import (
 _MEGABYTE = 1 << 20
 # reading a loss waits until the GPU has caught up, so losses are read every so many steps
 _GPU_STEPS_BETWEEN_READS = 10
+# a training step costs about three forward passes
+_PASSES = 3
 # share of a cosine schedule in which the learning rate rises after a fitted head: Adam's first steps are the largest
 _WARM_UP = 0.1
 
@@ -106,7 +98,7 @@ class Run:
         return {
             "options": without_folders(self.options.to_config()), "fingerprint": self.fingerprint,
             "processes": self.fabric.world_size, "precision": self.precision,
-            "start": describe_start(self.options, start),
+            "start": None if start is None else {key: start.source[key] for key in ("file", "sha256")},
         }  # fmt: skip
 
 
@@ -121,8 +113,6 @@ class Fitted:
         accuracy: of the same steps, 0 ... 1.
         val: metrics of the validation images.
         images_per_second: feature maps computed per second by this process.
-        pooled: float32 [M, D], features averaged over cells, of up to 20,000 of this process's views.
-        labels: int64 [M].
     """
 
     options: TrainOptions
@@ -131,8 +121,6 @@ class Fitted:
     accuracy: float
     val: Evaluation
     images_per_second: float
-    pooled: Tensor
-    labels: Tensor
 
 
 @dataclass(frozen=True)
@@ -195,14 +183,8 @@ def _train(
 
     # the head, at one stride or two
     fitted = None
-    if last is None:
-        fits = options.head_steps > 0 and start is None
-        if fabric.is_global_zero:
-            run.log(describe_cost(networks, options, data, loaders.train.images, fabric.world_size, fits))
-        if fits:
-            fitted = choose_stride(
-                run, [fit_frozen(run, *pair, loaders) for pair in zip(choices, networks, strict=True)]
-            )
+    if last is None and start is None and options.head_steps > 0:
+        fitted = choose_stride(run, [fit_frozen(run, *pair, loaders) for pair in zip(choices, networks, strict=True)])
     run = replace(run, options=choices[0] if fitted is None else fitted.options)
     network = networks[0] if fitted is None else fitted.network
     # initial weights are the same in every process, random numbers drawn while training are not
@@ -225,14 +207,12 @@ def _train(
         if last is not None:
             state = restore(run_dir.last, last, config, network, trained.optimizer, fabric)
             epochs = epochs if state.planned_epochs is None else state.planned_epochs
-            config["linear_accuracy"] = last["training"].get("linear_accuracy")
         fabric.barrier()  # no process writes before all have read
         if fabric.is_global_zero:
             with stop_when_full():
                 run_dir.start(config, run.options.to_toml(), run.data.root, is_new=last is None)
         run.log(describe_run(run.options, config, epochs))
-        # what edits dropped is still dropped, unless it starts anew
-        edits = () if start is None or run.options.reset_dropped else start.edits
+        edits = () if start is None else start.edits
         writer = RunWriter(run_dir, run.data, network, loaders, background, config, edits, fabric, run.progress)
         if last is not None:
             run.log(f"resuming after epoch {state.epoch}")
@@ -268,7 +248,7 @@ def fit_frozen(run: Run, options: TrainOptions, network: OpalNetwork, loaders: L
     frozen = compute_frozen_features(network, batches, fabric, memory=memory, progress=run.progress)
     loss, accuracy = fit_head(network.head, frozen, objective, fabric, steps=options.head_steps, progress=run.progress)
     val = validate(run, network, objective, loaders, epoch=0)
-    return Fitted(options, network, loss, accuracy, val, frozen.images_per_second, *frozen.pool())
+    return Fitted(options, network, loss, accuracy, val, frozen.images_per_second)
 
 
 def choose_stride(run: Run, fitted: list[Fitted]) -> Fitted:
@@ -291,20 +271,11 @@ def finish_head_fit(
     """Write a network with a fitted head as epoch 0; return the number of epochs that time is left for."""
     options, data, val = run.options, run.data, fitted.val
     (speed,) = machine.sum_over_processes(run.fabric, fitted.images_per_second)
-    epochs, epoch_seconds = options.epochs or 0, (PASSES * len(data.train) + len(data.val)) / speed
+    epochs, epoch_seconds = options.epochs or 0, (_PASSES * len(data.train) + len(data.val)) / speed
     if options.minutes is not None:
         # of all processes, since their clocks differ
         planned = min(machine.gather(run.fabric, max(0, int((60 * options.minutes - seconds) / epoch_seconds))))
         epochs = state.planned_epochs = min(epochs, planned)
-    if run.fabric.is_global_zero:
-        batches = writer.loaders.test or writer.loaders.val
-        whole = Batches(batches.images, EVALUATION_BATCH, workers=batches.workers)
-        linear = head_fit.measure_linear(fitted.pooled, fitted.labels, writer.network, whole, run.progress)
-        writer.config["linear_accuracy"] = linear
-        run.log(
-            f"without explanation, a linear classifier of the same features answers {linear:.1%} of the "
-            f"{'test' if data.test else 'validation'} images correctly"
-        )
     record = EpochRecord(0, fitted.loss, fitted.accuracy, val.loss, val.accuracy, seconds, speed, data_wait=0.0)
     record_epoch(run, record, val, state, writer, optimizer, epochs)
     if epochs:

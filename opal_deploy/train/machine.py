@@ -7,9 +7,7 @@ metrics equal to one process's with the whole batch. The first process writes.
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
@@ -107,13 +105,8 @@ def default_num_workers(device: torch.device, cached: bool) -> int:
     """Return the number of processes that prepare images for one process of the run.
 
     On a CPU none where images are cached, since they would take the network's cores; otherwise one, which prefetches.
-    On a GPU its share of the machine's cores but two, at least one. None where a process would import the caller's
-    script, which trains again unless the call is under `if __name__ == "__main__":`.
+    On a GPU its share of the machine's cores but two, at least one.
     """
-    # macOS and Windows spawn; asking for the start method must not set it, and the first one listed is the default
-    method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    if method != "fork" and "opal_deploy.cli" not in sys.modules:
-        return 0
     if device.type == "cpu":
         return 0 if cached or available_cpus() == 1 else 1
     return max(1, available_cpus() // local_processes() - _OTHER_CORES)
@@ -155,15 +148,11 @@ def explained_memory_errors() -> Iterator[None]:
     """Turn errors for lack of memory into StoppedEarly."""
     try:
         yield
-    except (torch.OutOfMemoryError, RuntimeError) as error:
-        if "DataLoader worker" in str(error):
-            raise StoppedEarly(
-                "a process that prepares images died: killed for lack of memory, or started by a script that "
-                'trains outside of `if __name__ == "__main__":`; repeat the command with --resume and --workers 0'
-            ) from None
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
+    except RuntimeError as error:
+        # torch.OutOfMemoryError on a GPU, and texts without a class of their own on a CPU and of a killed worker
+        if not any(text in str(error) for text in ("out of memory", "allocate", "DataLoader worker")):
             raise
         raise StoppedEarly(
-            "out of memory; close other programs and repeat the command with --resume, or start again with "
-            "--overwrite and a smaller --batch-size or --size"
+            "out of memory; close other programs and repeat the command with --resume and --workers 0, or start again "
+            "with --overwrite and a smaller --batch-size or --size"
         ) from None

@@ -1,4 +1,4 @@
-"""The network that a run starts with, and lines on what the run does and costs.
+"""The network that a run starts with, and its description in lines and config.json.
 
 A run starts with pretrained layers and a new head, or with another run's network (`--start-from`).
 """
@@ -6,9 +6,7 @@ A run starts with pretrained layers and a new head, or with another run's networ
 from __future__ import annotations
 
 import contextlib
-import math
 import platform
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import metadata
@@ -27,15 +25,7 @@ from opal_deploy.model.backbones import get_library, is_transformer, own_stride
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.train.head_fit import BATCH, LEAST_PASSES, VIEWS
-from opal_deploy.train.images import TrainImages, normalize
 from opal_deploy.train.options import TrainOptions
-
-# a training step costs about three forward passes
-PASSES = 3
-# images of the batch that is timed
-_MEASURED = 8
-_PROJECTION = ("head.projection.weight", "head.projection.bias")
 
 
 def load_start(options: TrainOptions, data: DataSet) -> Checkpoint | None:
@@ -62,8 +52,6 @@ def load_start(options: TrainOptions, data: DataSet) -> Checkpoint | None:
             "with, or its run's recipe (--recipe RUN/recipe.toml)"
         )
     check_classes(path, start.class_names, data)
-    if options.reset_dropped and not stored.head.dropped:
-        raise UsageError(f"--reset-dropped: no slot of {path} was dropped; leave it out")
     return start
 
 
@@ -111,14 +99,10 @@ def build_network(options: TrainOptions, num_classes: int, start: Checkpoint | N
         pretrained = get_library(options.backbone).get_pretrained_config(options.backbone, weights)
         return OpalNetwork(replace(config, mean=pretrained.mean, std=pretrained.std), weights=weights).channels_last()
     stored = start.network.config
-    dropped = stored.head.dropped
-    head = config.head if options.reset_dropped else replace(config.head, dropped=dropped)
+    # what edits dropped is still dropped
+    head = replace(config.head, dropped=stored.head.dropped)
     network = OpalNetwork(replace(config, head=head, mean=stored.mean, std=stored.std))
-    state, new = start.network.state_dict(), network.state_dict()
-    if options.reset_dropped:
-        for key in _PROJECTION:
-            state[key][list(dropped)] = new[key][list(dropped)]
-    network.load_state_dict(state)
+    network.load_state_dict(start.network.state_dict())
     return network.channels_last()
 
 
@@ -130,29 +114,14 @@ def describe_run(options: TrainOptions, config: Mapping[str, Any], epochs: int) 
         config: its config.json.
         epochs: as planned; those of a run that goes on may differ from its config.json.
     """
-    head, fits = options.head_config, options.head_steps > 0 and options.start_from is None
+    head = options.head_config
     where = "" if options.stride is None else f" at stride {options.stride}"
-    origin = options.start_from or options.weights
     slots = f"{head.prototypes_per_class} prototypes per class" if head.anchors else f"head {head.kind}"
-    steps = [f"the head fitted to the frozen network in {options.head_steps} steps or more"] * fits
-    steps += [f"{epochs} epochs in batches of {options.batch_size}, learning rate {options.lr:g}"] * (epochs > 0)
     return (
-        f"training {options.backbone}{where} on {config['device']} in {config['precision']}, from {origin}, {slots}: "
-        f"{', then '.join(steps)}"
+        f"training {options.backbone}{where} on {config['device']} in {config['precision']}, from "
+        f"{options.start_from or options.weights}, {slots}: {epochs} epochs in batches of {options.batch_size}, "
+        f"learning rate {options.lr:g}"
     )
-
-
-def describe_start(options: TrainOptions, start: Checkpoint | None) -> dict[str, Any] | None:
-    """Return the entry of `--start-from` in config.json: the file, and which of its parts are trained."""
-    if start is None:
-        return None
-    dropped = start.network.config.head.dropped if options.reset_dropped else ()
-    owners = [start.network.config.class_map.owners(channel)[0] for channel in dropped]
-    return {
-        "file": start.source["file"],
-        "sha256": start.source["sha256"],
-        "reset": [f"{start.class_names[class_id]}/{slot}" for class_id, slot in owners],
-    }
 
 
 def describe_weights(network: OpalNetwork, weights: str | None) -> dict[str, Any]:
@@ -168,63 +137,6 @@ def describe_weights(network: OpalNetwork, weights: str | None) -> dict[str, Any
         "sha256": None if path is None else compute_sha256(path),
         **({"pretrained_cfg": details} if details else {}),
     }
-
-
-def describe_cost(
-    networks: list[OpalNetwork], options: TrainOptions, data: DataSet, images: TrainImages, processes: int, fits: bool
-) -> str:
-    """Return a line on the number of images, the time that the run will take, and what other options would save.
-
-    Args:
-        networks: one per stride that is compared, finer cells first.
-        options: of the run.
-        data: the data set.
-        images: the training images, of which the first ones are timed.
-        processes: number of the run's processes.
-        fits: whether the head is fitted first.
-    """
-    train, val = (len(samples) / processes for samples in (data.train, data.val))
-    views = 1 if images.augmentation is None else len(VIEWS)
-    steps = max(options.head_steps, views * math.ceil(train / BATCH) * LEAST_PASSES)
-    speeds = [measure_speed(network, images) for network in networks]
-    fitting = [(views * train + val) * image + steps * step for image, step in speeds] if fits else []
-    # attacked images triple the work of a step
-    epoch = (PASSES * (1 + 2 * (options.adversarial > 0)) * train + val) * max(image for image, _ in speeds)
-    tuning = epoch * (options.epochs or 0)
-    line = f"{len(data.train):,} training, {len(data.val):,} validation, {len(data.test):,} test images; about "
-    line += f"{_round(sum(fitting) + tuning)} here: "
-    line += f"{_round(sum(fitting))} for the head's fit{' at two strides' * (len(fitting) > 1)}, " if fits else ""
-    line += f"{_round(epoch)} per epoch"
-    line += f"; --stride {options.stride} saves {_round(fitting[1])} of the fit" if len(fitting) > 1 else ""
-    return line + (f"; --epochs 0 saves {_round(tuning)}" if fits and tuning else "")
-
-
-def measure_speed(network: OpalNetwork, images: TrainImages) -> tuple[float, float]:
-    """Return the seconds of a forward pass of the backbone per image, and those of a step of fitting the head."""
-    device, config, head = next(network.parameters()).device, network.config, network.eval().head
-    items = [images[0, index] for index in range(min(_MEASURED, len(images)))]
-    pixels = torch.stack([torch.tensor(pixels[..., :3]) for pixels, _ in items])
-    inputs = normalize(pixels.to(device), config.mean, config.std)
-    forward = step = 0.0
-    for batch in (inputs[:1], inputs):  # the first one warms up
-        started = time.perf_counter()
-        with torch.no_grad():
-            features = network.backbone(batch)
-        features.sum().item()  # waits for the device
-        forward = (time.perf_counter() - started) / len(batch)
-        rows = features.repeat(math.ceil(BATCH / len(batch)), 1, 1, 1)[:BATCH]
-        started = time.perf_counter()
-        total = head(rows).sum()
-        torch.autograd.grad(total, list(head.parameters()), allow_unused=True)
-        total.item()
-        step = time.perf_counter() - started
-    return forward, step
-
-
-def _round(seconds: float) -> str:
-    if seconds < 90:
-        return f"{max(seconds, 1):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def package_versions() -> dict[str, str]:

@@ -36,20 +36,22 @@ from opal_deploy.runtime.devices import parse_device
 
 # options of one call, which recipes do not have
 _CALL_OPTIONS = frozenset(("recipe", "out", "resume", "overwrite", "log", "progress"))
-_DATA_OPTIONS = frozenset(("dataset", "partition", "skip_missing", "boxes"))
+_DATA_OPTIONS = frozenset(("dataset", "boxes"))
 # parts of the OPAL head
 _HEAD_OPTIONS = frozenset(("projection", "cws", "pooling", "anchors", "prototypes", "distance"))
 # how stored configurations and recipes with sections call some options
 _STORED_NAMES = {"input_size": "size", "kind": "head", "prototypes_per_class": "prototypes"}
 # options of 0.1.0 that went, with the values that every run has now
-_FORMER_VALUES = {"epsilon": 1e-8, "agreement": 0.0, "freeze_backbone": False, "compile": False}
+_FORMER_VALUES = {
+    "partition": 1, "skip_missing": False, "epsilon": 1e-8, "agreement": 0.0, "freeze_backbone": False,
+    "reset_dropped": False, "compile": False,
+}  # fmt: skip
 # options that may differ between a run and its continuation: all but the epochs change only where and how fast it runs
 CHANGEABLE_ON_RESUME = frozenset(("epochs", "device", "workers", "cache_megabytes", "tensorboard"))
 
 RANDOM = "none"  # `weights`
-OUTSIDE = "outside"  # `keep_off`: everything outside the objects
-# measured (docs/reference/measurements-training.md): small regions need more, most of an image less
-_REGION_WEIGHT, _OUTSIDE_WEIGHT = 10.0, 3.0
+# measured (docs/reference/measurements-training.md)
+_REGION_WEIGHT = 10.0
 # batch size and epochs up to so many training images; an epoch of few images is few steps
 _PLANS = ((1_000, 16, 24), (10_000, 32, 8))
 _LARGEST_PLAN = (64, 4)
@@ -118,9 +120,6 @@ class TrainOptions(Options):
     dataset: Annotated[str | None, _data(
         "cub, dogs, cars, pets, flowers, imagenet, caltech101, dtd, sun397, cub100 or imagefolder.",
         default="recognised by its files")] = None
-    partition: Annotated[int, _data("Official partition (DTD, SUN-397).", min=1, max=10, default="1")] = 1
-    skip_missing: Annotated[bool, _data(
-        "Leave out images that the data set lists but lacks.", flag=_switch("skip-missing"))] = False
     boxes: Annotated[bool, _data("Crop to the data set's boxes.", default="--boxes", flag=_switch("boxes"))] = True
     head: Annotated[HeadKind, _advanced(
         "linear: the paper's linear head, a dense layer on pooled features normalised to length 1. plain: the "
@@ -148,14 +147,10 @@ class TrainOptions(Options):
     start_from: Annotated[StrPath | None, _tuning(
         "Initialise backbone and head from this checkpoint instead of --weights. To continue an interrupted run, use "
         "--resume.", default="none", cli=str)] = None
-    reset_dropped: Annotated[bool, _tuning(
-        "With --start-from: train dropped slots anew instead of leaving them dropped.",
-        flag=_switch("reset-dropped"))] = False
     keep_off: Annotated[StrPath | None, _data(
-        "Keep the attention off these regions: a COCO file, or `outside` for all but the "
-        "data set's objects.", default="none", cli=str)] = None
+        "Keep the attention off the regions in this COCO file.", default="none", cli=str)] = None
     keep_off_weight: Annotated[float | None, _data(
-        "Weight of the attention in these regions.", min=0, default="10, for outside 3")] = None
+        "Weight of the attention in these regions.", min=0, default="10")] = None
     background: Annotated[StrPath | None, _data(
         "Folder of out-of-distribution images, e.g. empty scenes. They are not trained on; they help --unknown flag "
         "similar images.", default="none", cli=str)] = None
@@ -192,8 +187,8 @@ class TrainOptions(Options):
     @property
     def region_weight(self) -> float | None:
         """Weight of the attention in kept-off regions; None without regions."""
-        default = _OUTSIDE_WEIGHT if self.keep_off == OUTSIDE else _REGION_WEIGHT
-        return None if self.keep_off is None else default if self.keep_off_weight is None else self.keep_off_weight
+        weight = _REGION_WEIGHT if self.keep_off_weight is None else self.keep_off_weight
+        return None if self.keep_off is None else weight
 
     def plan(self, num_images: int) -> TrainOptions:
         """Return the options with batch size and epochs for a number of training images where they are not given."""
@@ -235,8 +230,6 @@ class TrainOptions(Options):
             for name in ("adversarial", "keep_off", "background"):
                 if getattr(self, name):
                     raise UsageError(f"{name} needs slots with cells, and this head has none; train the OPAL head")
-        if self.reset_dropped and self.start_from is None:
-            raise UsageError("--reset-dropped needs a trained network; add --start-from CHECKPOINT")
         if self.resume and self.overwrite:
             raise UsageError("--resume continues a run, --overwrite replaces it: give only one of them")
 

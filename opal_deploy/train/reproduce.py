@@ -142,9 +142,8 @@ def train_runs(plan: Plan, folders: Mapping[str, Path], recipe: str, progress: P
     known: dict[str, str | None] = {name: name for name in DATASET_NAMES}
     located = {}
     # all data sets are checked before the first run, which takes hours
-    for name, run in {run.dataset: run for run in todo}.items():
-        skip = run.request["recipe"].get("skip_missing") is True
-        located[name] = has_parts(read_dataset(folders[name], known.get(name), skip_missing=skip, progress=progress))
+    for name in dict.fromkeys(run.dataset for run in todo):
+        located[name] = has_parts(read_dataset(folders[name], known.get(name), progress=progress))
         if files == {_PARTS} and not located[name]:
             raise UsageError(
                 f"{name} ({folders[name]}): the table {plan.table['name']} needs part locations (CUB's "

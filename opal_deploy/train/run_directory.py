@@ -28,7 +28,7 @@ from opal_deploy.artifact.measurements import Calibration
 from opal_deploy.datasets.samples import PATHS, DataSet
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.evaluation.metrics import ClassCounts, Evaluation
-from opal_deploy.train.options import CHANGEABLE_ON_RESUME, OUTSIDE, TrainOptions
+from opal_deploy.train.options import CHANGEABLE_ON_RESUME, TrainOptions
 
 FILES = ("best.pt", "last.pt", "metrics.csv", "config.json", "recipe.toml", PATHS, "summary.json")
 RESUME_ADVICE = "give --resume with the options that the run was started with, another --out, or --overwrite"
@@ -157,15 +157,6 @@ class TrainRunDirectory:
             temporary.write_text(recipe, encoding="utf-8", errors="surrogateescape")
         write_json(self.root / PATHS, {"data": str(data.resolve())})
 
-    def read_epochs(self) -> list[EpochRecord]:
-        """Return the records of metrics.csv; raise UsageError if it cannot be read."""
-        try:
-            with self.metrics.open(newline="", encoding="utf-8") as stream:
-                rows = list(csv.DictReader(stream))
-            return [EpochRecord(**{k: int(v) if k == "epoch" else float(v) for k, v in row.items()}) for row in rows]  # type: ignore[arg-type]
-        except (OSError, TypeError, ValueError) as error:
-            raise UsageError(f"{self.metrics}: not readable ({error}); train again with --overwrite") from None
-
     def write_epochs(self, epochs: list[EpochRecord]) -> None:
         """Write metrics.csv."""
         with atomic_write(self.metrics) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
@@ -230,7 +221,7 @@ def fingerprint_dataset(data: DataSet, keep_off: Any = None) -> str:
                 name = sample.path.relative_to(data.root).as_posix() if is_below else sample.path.name
                 digest.update(json.dumps([name, sample.path.stat().st_size, sample.label, sample.box]).encode())
             digest.update(b"|")
-        if keep_off not in (None, OUTSIDE):
+        if keep_off is not None:
             digest.update(Path(keep_off).read_bytes())
     except OSError as error:
         raise UsageError(f"{error.filename}: cannot be read ({error.strerror}); put it back") from None

@@ -69,12 +69,6 @@ def test_official_layout(name, tmp_path):
         assert {str(s.path.relative_to(root)): s.label for s in data.test} == TESTS[name]
 
 
-@pytest.mark.parametrize(("partition", "expected"), [(1, "45"), (10, "12")])
-def test_a_partition_has_its_own_test_images(partition, expected, tmp_path):
-    data = read_dataset(_write("dtd", tmp_path), partition=partition)
-    assert "".join(sorted({s.path.stem[-1] for s in data.test})) == expected
-
-
 def _remove(*names):
     return lambda root: [shutil.rmtree(root / n) if (root / n).is_dir() else (root / n).unlink() for n in names]
 
@@ -111,7 +105,7 @@ DAMAGES = {
     ),
     "pets: damaged list": ("pets", _text("annotations/test.txt", "Abyssinian_1 1"), "torchvision cannot read"),
     "dtd: other textures": (
-        "dtd", lambda root: layouts.write_dtd_list(root, "test", 1, ["woven/woven_0004.jpg"]), "different classes",
+        "dtd", lambda root: layouts.write_dtd_list(root, "test", ["woven/woven_0004.jpg"]), "different classes",
     ),
 }  # fmt: skip
 

@@ -27,11 +27,6 @@ def test_missing_or_empty_folder_is_one_line(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
-def test_partition_that_does_not_exist(tmp_path):
-    with pytest.raises(UsageError, match="1 to 10"):
-        read_dataset(tmp_path, "dtd", partition=0)
-
-
 def test_name_overrules_the_files(tmp_path):
     write_class_folders(write_cub(tmp_path), ["a", "b"])
     assert read_dataset(tmp_path, "imagefolder").class_names == ["a", "b", "images"]

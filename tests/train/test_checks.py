@@ -14,7 +14,7 @@ from opal_deploy.model import network_names
 REFUSED = [
     ({"data": "nowhere"}, "nowhere: no such folder"),
     ({"dataset": "pet"}, "unknown data set 'pet'"),
-    ({"recipe": "pape"}, "not one of grounded"),
+    ({"recipe": "pape"}, "not one of grounded, grounded-resnet50, paper"),
     ({"backbone": "resnet19"}, "did you mean resnet18"),
     ({"backbone": "timm:resnet19"}, "did you mean resnet18"),
     ({"weights": "none.safetensors"}, "no such weights file"),
@@ -24,8 +24,6 @@ REFUSED = [
     ({"epochs": 0}, "epochs 0: expected at least 1"),
     ({"stride": 12}, "multiples of its stride 12"),
     ({"device": "cpu", "precision": "fp16"}, "precision fp16 on a CPU"),
-    ({"head": "opals"}, "head 'opals': expected one of opal, linear, plain"),
-    ({"distance": "l9"}, "l9"),
     ({"size": (64, 0)}, "input size"),
     ({"prototypes": 0}, "at least 1"),
     ({"resume": True, "overwrite": True}, "give only one of them"),

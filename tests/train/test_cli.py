@@ -1,16 +1,11 @@
 """`opal-deploy train`: from options to a run."""
 
-import json
 import shutil
-import sys
-from pathlib import Path
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 
-from opal_deploy.artifact.onnx_file import read_metadata
 from opal_deploy.errors import ExitCode, UsageError
 from opal_deploy.model import checkpoint
 from opal_deploy.options import parse_size
@@ -33,7 +28,7 @@ def test_run_prints_what_comes_next_and_its_recipe_repeats_it(opal, squares, tmp
     (folder / "red" / "bad.jpg").touch()
     done = opal("train", folder, *SMALL, "--epochs", 1, "--seed", 3, "--prototypes", 2, "--no-cws", "--out", first)
     assert done.returncode == 0, done.stderr
-    assert "warning: 1 file cannot be used, left out: red/bad.jpg (zero bytes)" in done.stderr
+    assert "warning: 1 file cannot be used, left out: red/bad.jpg" in done.stderr
     assert f"read as imagefolder from {folder}: 3 classes, 24 training, 6 validation images" in done.stderr
     assert "the data set has no test images" in done.stderr
     recommended, following = done.stderr.splitlines()[-2:]
@@ -47,15 +42,6 @@ def test_run_prints_what_comes_next_and_its_recipe_repeats_it(opal, squares, tmp
     weights = [checkpoint.load(out / "best.pt").network.state_dict() for out in (first, second)]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
     assert checkpoint.load(second / "best.pt").network.config.head.cws is False
-
-
-def test_no_process_is_started_that_would_run_the_callers_script_again(monkeypatch):
-    cuda = torch.device("cuda")
-    assert default_num_workers(cuda, cached=False) > 0
-    monkeypatch.setattr("multiprocessing.get_start_method", lambda allow_none: "spawn")
-    assert default_num_workers(cuda, cached=False) > 0  # the command's own script is safe
-    monkeypatch.delitem(sys.modules, "opal_deploy.cli")
-    assert default_num_workers(cuda, cached=False) == 0
 
 
 @pytest.mark.parametrize(
@@ -85,32 +71,3 @@ def test_tensorboard_logs_each_epoch(opal, squares, tmp_path):
     events.Reload()
     assert [event.step for event in events.Scalars("val_loss")] == [1, 2]
     assert {"train_loss", "val_accuracy", "images_per_second", "data_wait"} <= set(events.Tags()["scalars"])
-
-
-# timm -----------------------------------------------------------------------------------------------------------------
-
-
-def test_a_timm_network_trains_exports_and_explains(opal, squares, lite0_weights, tmp_path):
-    run, results = tmp_path / "run", tmp_path / "results"
-    train = (
-        "train", squares.root, "--backbone", "timm:tf_efficientnet_lite0", "--weights", lite0_weights, "--size", "64",
-        "--stride", "16", "--lr", "1e-3", "--augment", "none", "--out", run,
-    )  # fmt: skip
-    done = opal(*train, "--epochs", 4)
-    assert done.returncode == 0, done.stderr
-    accuracy = json.loads((run / "summary.json").read_text())["test_accuracy"]
-    assert accuracy > 0.8
-    assert checkpoint.load(run / "best.pt").network.grid == (4, 4)
-
-    done = opal("export", run / "best.pt")
-    assert done.returncode == 0, done.stderr
-    metadata = read_metadata(run / "best.onnx")
-    assert metadata.mean == metadata.std == (0.5, 0.5, 0.5)
-    assert metadata.training["weights"]["pretrained_cfg"]["license"] == "apache-2.0"
-
-    done = opal("infer", squares.root / "test", "--model", run / "best.onnx", "--explain", "--out", results)
-    assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in (results / "results.jsonl").read_text().splitlines()]
-    # the runtime's pixels are the trainer's
-    assert np.mean([r["prediction"]["label"] == Path(r["image"]).parent.name for r in records]) == accuracy
-    assert all(len(r["evidence"]) == 5 for r in records)

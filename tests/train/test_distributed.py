@@ -20,9 +20,8 @@ from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import machine
 from opal_deploy.train.images import Batches, TrainImages
-from opal_deploy.train.run_directory import TrainRunDirectory
 from tests.builders import SMALL_BACKBONE
-from tests.train.fitting import evaluate
+from tests.train.fitting import evaluate, read_epochs
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +68,7 @@ def test_two_processes_train_as_one_does(opal, folder, tmp_path):
     assert two.stderr.count("epoch 1/2:") == one.stderr.count("epoch 1/2:") == 1
     assert {path.name for path in (tmp_path / "two").iterdir()} == {path.name for path in (tmp_path / "one").iterdir()}
 
-    epochs = [TrainRunDirectory(tmp_path / name).read_epochs() for name in ("one", "two")]
+    epochs = [read_epochs(tmp_path / name) for name in ("one", "two")]
     for a, b in zip(*epochs, strict=True):
         assert (b.train_loss, b.val_loss) == pytest.approx((a.train_loss, a.val_loss), rel=1e-4)
         assert 0 < b.kept_off == pytest.approx(a.kept_off, rel=1e-3)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import PATHS, DataSet, Sample, find_root
 from opal_deploy.errors import StoppedEarly, UsageError
@@ -18,16 +17,15 @@ from opal_deploy.model import checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.torch_session import TorchSession
-from opal_deploy.statistics import choose_threshold
 from opal_deploy.train import loop
 from opal_deploy.train.images import Batches, TrainImages, normalize
 from opal_deploy.train.loop import DivergenceError, Trained, train_step
 from opal_deploy.train.losses import NetworkTerms, Objective
 from opal_deploy.train.machine import start_fabric
-from opal_deploy.train.run_directory import FILES, TrainRunDirectory
+from opal_deploy.train.run_directory import FILES
 from tests.authors import AuthorsModel
 from tests.builders import SMALL_BACKBONE
-from tests.train.fitting import evaluate, fit, small
+from tests.train.fitting import evaluate, fit, read_epochs, small
 
 OPTIONS = small(backbone=SMALL_BACKBONE, epochs=2, batch_size=8, lr=1e-3, size=64)
 
@@ -45,11 +43,9 @@ def test_files_of_a_run_are_plain_values(run):
     out = result.best.parent
     assert {path.name for path in out.iterdir()} == set(FILES)
     assert (out / "metrics.csv").read_text().startswith("epoch,train_loss,train_accuracy,val_loss,val_accuracy,")
-    assert TrainRunDirectory(out).read_epochs() == result.epochs
+    assert read_epochs(out) == result.epochs
     assert [record.epoch for record in result.epochs] == [1, 2]
-    cost, start, *epochs = lines
-    assert cost.startswith("24 training, 6 validation, 9 test images; about ")
-    assert " per epoch" in cost
+    start, *epochs = lines
     assert start.endswith("2 prototypes per class: 2 epochs in batches of 8, learning rate 0.001")
     assert [line.split(":")[0] for line in epochs] == ["epoch 1/2", "epoch 2/2"]
     assert 60 in steps  # 24 training and 6 validation images, twice
@@ -119,10 +115,7 @@ def test_risk_curve_and_calibration_are_kept_in_the_checkpoint(run, squares):
     assert np.array(metadata.risk["levels"]) == pytest.approx(np.array(again["levels"]), abs=1e-5)
     # every metric in the training record is a single number
     assert not [value for value in metadata.training["metrics"].values() if isinstance(value, dict)]
-    # through the file, and from there a threshold can be chosen, or refused
-    read_back = Metadata.from_json(metadata.to_json())
-    assert (read_back.risk, read_back.calibration) == (metadata.risk, run[0].calibration.to_dict())
-    assert choose_threshold(read_back.risk, 0.05) is None
+    assert metadata.calibration == run[0].calibration.to_dict()
 
 
 def test_a_run_is_replaced_only_with_overwrite_and_once_the_new_one_can_start(squares, tmp_path):

@@ -55,13 +55,10 @@ def test_no_epochs_leave_the_backbone_as_it_was_and_a_head_that_answers(fitted, 
     # a third by chance
     assert result.epochs[0].train_accuracy > 0.9
     assert result.test.accuracy > 0.7
-    cost, start, linear, frozen = lines
-    assert " for the head's fit" in cost
-    assert start.endswith("the head fitted to the frozen network in 60 steps or more")
+    _, frozen = lines
     assert frozen.startswith("frozen network, fitted head: training loss ")
-    assert linear.endswith(f"answers {result.config['linear_accuracy']:.1%} of the test images correctly")
     summary = json.loads((result.best.parent / "summary.json").read_text())
-    assert (summary["epochs"], summary["linear_accuracy"]) == (0, result.config["linear_accuracy"])
+    assert summary["epochs"] == 0
     assert sum(counts["correct"] for counts in summary["classes"]) == round(9 * result.test.accuracy)
 
 
@@ -69,8 +66,7 @@ def test_of_two_strides_the_chosen_one_is_trained_as_if_it_was_given(squares, op
     compared, lines = replace(options, compare_strides=True), []
     monkeypatch.setattr(loop, "prefer_all_layers", lambda finer, all_layers: True)
     done = fit(squares, compared, tmp_path / "run", log=lines.append)
-    assert "saves" in lines[0]
-    assert "--stride 16)" in lines[1]
+    assert "--stride 16)" in lines[0]
     given = fit(squares, replace(options, stride=32), tmp_path / "given")
     expected, trained = (checkpoint.load(result.best).network for result in (given, done))
     assert trained.config == expected.config
@@ -126,7 +122,7 @@ def test_a_run_that_ends_after_the_fit_goes_on_bit_by_bit(squares, options, tmp_
     assert [record.epoch for record in ended.epochs] == [0, 1]
 
 
-@pytest.mark.parametrize("head", [{"head": "plain"}, {"head": "linear"}, {"distance": "tropical"}], ids=str)
+@pytest.mark.parametrize("head", [{"head": "plain"}, {"distance": "tropical"}], ids=str)
 def test_every_head_is_fitted_and_without_memory_to_a_part_of_the_images(squares, options, tmp_path, head):
     options = replace(options, stride=None if "head" in head else 16, cache_megabytes=0, head_steps=20, **head)
     assert fit(squares, options, tmp_path / "run").val.accuracy > 0.6

@@ -8,7 +8,7 @@ import pytest
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
 from opal_deploy.train.loop import learning_rate
-from opal_deploy.train.options import TrainOptions, load_recipe, recipe_names, resolve
+from opal_deploy.train.options import TrainOptions, load_recipe, resolve
 
 
 def head(**given):
@@ -30,8 +30,8 @@ def test_weights_follow_the_backbone_unless_they_are_given():
 
 
 def test_what_is_given_overrides_and_none_does_not():
-    options = resolve({"epochs": 7, "seed": 4, "dataset": "cub"}, {"epochs": 2, "seed": None, "partition": 3})
-    assert (options.epochs, options.seed, options.dataset, options.partition) == (2, 4, "cub", 3)
+    options = resolve({"epochs": 7, "seed": 4, "dataset": "cub"}, {"epochs": 2, "seed": None})
+    assert (options.epochs, options.seed, options.dataset) == (2, 4, "cub")
 
 
 def test_head_options_make_the_papers_variants():
@@ -62,7 +62,7 @@ def test_a_given_head_replaces_the_recipes_variant():
         {"head": "linear", "weights": "IMAGENET1K_V2", "backbone": "resnet50"},
         {"head": "plain", "stride": 16, "keep_layers": True},
         {"cws": False, "distance": "linf", "prototypes": 1, "workers": 3, "tf32": True, "seed": 9},
-        {"size": (224, 448), "augment": "none", "precision": "bf16", "dataset": "dtd", "partition": 4},
+        {"size": (224, 448), "augment": "none", "precision": "bf16", "dataset": "dtd"},
     ],
     ids=str,
 )
@@ -132,12 +132,6 @@ def test_the_cosine_falls_from_the_rate_to_zero_and_rises_first_after_a_fitted_h
     assert [learning_rate(fitted, share) for share in (0, 0.5, 1)] == pytest.approx([0, 0.2, 0])
     assert max(learning_rate(fitted, share / 100) for share in range(100)) == pytest.approx(0.4, rel=0.03)
     assert learning_rate(TrainOptions(lr=0.4), 0.9) == 0.4
-
-
-def test_an_unknown_recipe_names_those_there_are():
-    with pytest.raises(UsageError, match="grounded-resnet50"):
-        load_recipe("papers")
-    assert recipe_names() == ["grounded", "grounded-resnet50", "paper"]
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,13 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.model import checkpoint
@@ -16,8 +16,8 @@ from opal_deploy.synthetic import draw_example, generate_dataset
 from opal_deploy.train.augmentation import PaperAugmentation
 from opal_deploy.train.images import TrainImages, read_regions
 from opal_deploy.train.losses import measure_kept_off
-from opal_deploy.train.run_directory import TrainRunDirectory
 from tests.builders import SMALL_BACKBONE
+from tests.train.fitting import read_epochs
 
 BOX = (52, 14, 81, 46)
 
@@ -43,24 +43,17 @@ def stamped(squares, tmp_path):
     return replace(squares, train=[Sample(path, 0, (8.0, 4.0, 110.0, 84.0))], crop="boxes")
 
 
-@pytest.mark.parametrize("kind", ["box", "outside"])
 @pytest.mark.parametrize("augmented", [False, True])
-def test_a_region_is_where_its_pixels_are_after_every_augmentation(stamped, tmp_path, monkeypatch, kind, augmented):
+def test_a_region_is_where_its_pixels_are_after_every_augmentation(stamped, tmp_path, monkeypatch, augmented):
     # the light of the pixels, which alone tells them here, is not the subject
     monkeypatch.setattr("opal_deploy.train.augmentation.apply_photometric", lambda image, rng: image)
-    if kind == "outside":
-        stamped = replace(stamped, train=[replace(stamped.train[0], box=BOX)]).without_crops()
-        regions = read_regions(stamped, kind)
-    else:
-        regions = read_regions(stamped, write_coco(tmp_path / "regions.json"))
+    regions = read_regions(stamped, Path(write_coco(tmp_path / "regions.json")))
     augmentation = PaperAugmentation((64, 96)) if augmented else None
     images = TrainImages(stamped.train, (64, 96), augmentation=augmentation, regions=regions)
     places = set()
     for epoch in range(60):
         pixels, _ = images[epoch, 0]
         white, region = pixels[..., :3].min(axis=2) > 128, pixels[..., 3] > 128
-        if kind == "outside":
-            region = ~region  # the black corners of a rotation are outside, too
         assert (white & region).sum() > 0.88 * (white | region).sum() > 0, epoch
         places.add(region.tobytes())
     assert len(places) == 1 or augmented
@@ -107,12 +100,12 @@ def test_a_run_says_what_the_regions_got_and_repeats_with_its_recipe(opal, tmp_p
     assert done.returncode == 0, done.stderr
     assert "regions of 6 of 12 images" in done.stderr
     assert "in kept-off regions" in done.stderr
-    (record,) = TrainRunDirectory(run).read_epochs()
+    (record,) = read_epochs(run)
     assert 0 < record.kept_off < 1
     assert checkpoint.load(run / "best.pt").baseline.background == 6
     again = opal("train", data, "--recipe", run / "recipe.toml", "--out", tmp_path / "again")
     assert again.returncode == 0, again.stderr
-    assert TrainRunDirectory(tmp_path / "again").read_epochs()[0].train_loss == record.train_loss
+    assert read_epochs(tmp_path / "again")[0].train_loss == record.train_loss
     # options left out are the run's own; another value is another run
     goes_on = opal("train", data, *arguments, *regions[:2], "--out", run, "--resume")
     assert goes_on.returncode == 0, goes_on.stderr
@@ -120,33 +113,6 @@ def test_a_run_says_what_the_regions_got_and_repeats_with_its_recipe(opal, tmp_p
     assert "keep_off_weight was 0.5 and is 0.7" in refused.stderr
 
 
-REFUSED = [
-    (["--keep-off", "outside"], "has no boxes or masks"),
-    (["--keep-off", "regions.json"], "no boxes for any of the 24 images"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "expected"), REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
-def test_regions_that_cannot_be_used_are_refused_in_one_line(squares, tmp_path, opal, arguments, expected):
-    write_coco(tmp_path / "regions.json")
-    options = ("--backbone", SMALL_BACKBONE, "--weights", "none", "--size", "64", "--device", "cpu")
-    done = opal("train", squares.root, *options, *arguments, "--out", "run", cwd=tmp_path)
-    assert done.returncode == 2
-    assert expected in done.stderr
-    assert not (tmp_path / "run").exists()
-
-
-def test_nothing_is_outside_of_images_that_are_cropped_to_their_boxes(stamped):
-    with pytest.raises(UsageError, match="--no-boxes"):
-        read_regions(stamped, "outside")
-
-
-@pytest.mark.data
-def test_trimaps_and_boxes_of_real_data_sets_say_what_is_outside(cub_mini):
-    shares = {}
-    for data in (read_dataset(cub_mini.parent / "pets_mini"), read_dataset(cub_mini).without_crops()):
-        regions = read_regions(data, "outside")
-        images = TrainImages(data.train, (64, 64), regions=regions)
-        known = [i for i, image in enumerate(regions.images) if image.has_object][:15]
-        shares[data.layout] = np.mean([images[0, i][0][..., 3].mean() for i in known]) / 255
-    assert all(0.3 < share < 0.8 for share in shares.values()), shares
+def test_regions_of_other_images_are_refused(squares, tmp_path):
+    with pytest.raises(UsageError, match="no boxes"):
+        read_regions(squares, Path(write_coco(tmp_path / "regions.json")))
