@@ -25,8 +25,8 @@ from opal_deploy.errors import ImageError, UsageError, suggest_attribute, sugges
 from opal_deploy.logs import ProgressChoice, WarningLine, as_progress, log_line
 from opal_deploy.options import RuntimeName
 from opal_deploy.predict.executor import predict_stream
+from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.predict.setup import log_cautions
-from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, FileSource, Source, check_array
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.progress import show_progress
@@ -333,7 +333,7 @@ class Model:
 
         `max_pixels` and `decision` of `options` apply. `narrow`, and what is raised: see `draw_sheet`.
         """
-        from opal_deploy.run.sheets import SheetBuilder, SheetOptions
+        from opal_deploy.run.drawing import SheetBuilder, SheetOptions
 
         options = options or InferenceOptions()
         file_format = Path(path).suffix.lower().lstrip(".")

@@ -30,8 +30,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.cells import GradCam
 from opal_deploy.evaluation.metrics import Figures, Mean, format_cell, format_columns, mean_with_interval
 from opal_deploy.logs import Progress, no_progress
-from opal_deploy.predict.prepare import prepare
-from opal_deploy.predict.types import InferenceOptions, Pixels
+from opal_deploy.predict.prepare import InferenceOptions, Pixels, prepare
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.runtime.session import Session
 from opal_deploy.sources.image import InputImage

@@ -99,7 +99,6 @@ class RunDirectory:
         state: of the run that it holds.
         started, resumed: times when the run began and when it was resumed, ISO 8601.
         run_id: names the run in the signatures of its records.
-        details: more entries of run.json.
     """
 
     root: Path
@@ -108,11 +107,9 @@ class RunDirectory:
     started: str = ""
     resumed: list[str] = field(default_factory=list)
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    details: Mapping[str, Any] = field(default_factory=dict)
 
-    def write_config(self, details: Mapping[str, Any]) -> None:
-        """Write run.json, with more entries, before the first record of a new or resumed run; raise UsageError."""
-        self.details = details
+    def write_config(self) -> None:
+        """Write run.json before the first record of a new or resumed run; raise UsageError."""
         if self.state == "new":
             self.started = _now()
         else:
@@ -127,7 +124,6 @@ class RunDirectory:
             "started": self.started,
             "resumed": self.resumed,
             "run": dict(self.config),
-            **self.details,
         }
 
     def sign_config(self, summary: Summary, signer: Signer, *, complete: bool) -> None:

@@ -38,8 +38,7 @@ from opal_deploy.run.directory import (
     read_records,
 )
 from opal_deploy.run.drawing import Drawer, Thumbnails, open_report, prepare_folders
-from opal_deploy.run.interrupt import Interrupt, handle_signals
-from opal_deploy.run.options import InferOptions
+from opal_deploy.run.options import InferOptions, Interrupt, handle_signals
 from opal_deploy.run.setup import RunOptions, RunSetup, prepare_run
 from opal_deploy.run.shards import ALONE, Recovery, ShardedRun, ShardJob, join_shards, run_here, run_shards
 from opal_deploy.run.summary import Accuracy, Summary
@@ -67,7 +66,7 @@ def infer(
         summary, timer, started = Summary(), StageTimer(), time.perf_counter()
         if setup.inputs.labels is not None:
             summary.accuracy = Accuracy(frozenset(setup.model.metadata.class_names))
-        directory.write_config(setup.layout)
+        directory.write_config()
         try:
             with interrupt.running(), fewer_collections():
                 _run(setup, directory, summary, timer, interrupt, recovery)
@@ -198,7 +197,7 @@ def write_records(
             out, overlays=options.report is not None, sheets=options.sheets is not None, first=resumed.count
         )
         decoders = stack.enter_context(open_decoders(sessions, inference, timer))
-        batches = predict_batches(remaining, sessions, inference, decoders, timer, options.log, first=resumed.count)
+        batches = predict_batches(remaining, sessions, inference, decoders, timer, first=resumed.count)
         # otherwise its threads would live as long as an exception's traceback
         stack.enter_context(closing(batches))
         groups: Iterator[list[Record]] = ([result.record for result in results] for results in batches)

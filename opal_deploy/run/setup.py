@@ -17,9 +17,8 @@ from typing import Any
 from opal_deploy.errors import OpalError
 from opal_deploy.logs import Log
 from opal_deploy.options import StrPath, to_arguments
-from opal_deploy.predict.prepare import raise_pillow_limit
+from opal_deploy.predict.prepare import InferenceOptions, raise_pillow_limit
 from opal_deploy.predict.setup import LoadedModel, check_model, fingerprint_file, load_model
-from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.preprocess.decode import Decoding
 from opal_deploy.records.decision import Decision
 from opal_deploy.records.names import unescape_name
@@ -29,10 +28,18 @@ from opal_deploy.records.signatures import Signer
 from opal_deploy.records.tables import TABLES, Format, check_formats, write_table
 from opal_deploy.remote import check_output, is_url, redact, remove_folder, upload_folder
 from opal_deploy.run.directory import IMAGES, InferenceRun, RunDirectory, read_records
-from opal_deploy.run.drawing import ReportOptions, list_evidence, report_facts, report_title
+from opal_deploy.run.drawing import (
+    ReportOptions,
+    SheetBuilder,
+    SheetOptions,
+    check_exact_evidence,
+    list_evidence,
+    load_slot_names,
+    report_facts,
+    report_title,
+)
 from opal_deploy.run.options import InferOptions
 from opal_deploy.run.shards import parse_shard, part_url, plan_shards, shard_dir
-from opal_deploy.run.sheets import SheetBuilder, SheetOptions, check_exact_evidence, load_slot_names
 from opal_deploy.run.summary import Summary
 from opal_deploy.runtime.devices import default_batch, default_workers
 from opal_deploy.sources import discovery
@@ -198,15 +205,6 @@ class RunSetup:
             **({"every": str(inputs.video.sampling)} if inputs.video.sampling is not None else {}),
             **({"sign": self.signer.fingerprint} if self.signer is not None else {}),
         }
-
-    @property
-    def layout(self) -> dict[str, Any]:
-        """The model's slots, grid and classes for run.json, by which `drift` reads the records; empty without cells."""
-        metadata = self.model.metadata
-        if metadata.evidence != "exact":
-            return {}
-        layout = {"slots": metadata.prototypes_per_class, "grid": list(metadata.grid)}
-        return {"layout": layout | {"classes": metadata.num_classes, "dropped": list(metadata.dropped)}}
 
     def signer_of(self, directory: RunDirectory) -> Callable[[Record], Record] | None:
         """Return what signs the run's records; None: none is signed."""

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from opal_deploy.predict.executor import predict_stream
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.sources.discovery import discover
 from opal_deploy.sources.image import Skipped
 from tests.bright import BrightSession

@@ -14,12 +14,18 @@ from opal_deploy.api.atlas import collect_images
 from opal_deploy.errors import UsageError
 from opal_deploy.predict import prepare
 from opal_deploy.predict.executor import predict_stream
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.records.names import find_common_folder
 from opal_deploy.run.directory import read_records
-from opal_deploy.run.drawing import ReportOptions, open_report, report_title
+from opal_deploy.run.drawing import (
+    ReportOptions,
+    SheetBuilder,
+    SheetOptions,
+    check_attention,
+    open_report,
+    report_title,
+)
 from opal_deploy.run.setup import RunOptions
-from opal_deploy.run.sheets import SheetBuilder, SheetOptions, check_attention
 from opal_deploy.sources.image import InputImage
 from opal_deploy.visualization.atlas.collector import AtlasCollector
 from opal_deploy.visualization.atlas.storage import build_atlas

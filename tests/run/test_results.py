@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from opal_deploy.errors import StoppedEarly, UsageError
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.records.build import Place, error_record
 from opal_deploy.records.lines import to_document, to_json_line
 from opal_deploy.records.names import unescape_name

@@ -5,8 +5,8 @@ import onnxruntime
 import pytest
 
 from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError
-from opal_deploy.predict.prediction import BatchPredictor
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.executor import BatchPredictor
+from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.runtime import cuda_session
 from opal_deploy.runtime.cuda_session import open_onnx_session
 from opal_deploy.runtime.onnx_session import CUDA, OnnxSession
