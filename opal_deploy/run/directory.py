@@ -48,7 +48,6 @@ SYNC_SECONDS = 5.0
 _NOTHING_TO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EROFS)
 
 _HINT = "choose another --out, or give --overwrite"
-_MAX_SHOWN = 60
 
 
 @dataclass(frozen=True)
@@ -212,11 +211,10 @@ def inspect_run_dir(root: Path, config: RunConfig) -> RunDirectory:
 def _differences(there: RunConfig, here: RunConfig) -> list[str]:
     # as run.json would hold it
     here = json.loads(json.dumps(here))
-    names = [*here, *(name for name in there if name not in here)]
     return [
         f"{name if name == IMAGES else flag_of(name)} {_format_value(there.get(name))} there, "
         f"{_format_value(here.get(name))} here"
-        for name in names
+        for name in {**here, **there}
         if there.get(name) != here.get(name)
     ]
 
@@ -226,8 +224,7 @@ def _format_value(value: object) -> str:
         return {None: "none", True: "yes", False: "no"}[value]
     if isinstance(value, list | dict):
         value = " ".join(map(str, value.values() if isinstance(value, dict) else value))
-    text = str(value)
-    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
+    return str(value)
 
 
 def _clear(root: Path) -> None:
@@ -347,14 +344,10 @@ class RecordWriter:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The whole records at the beginning of a file, after which a run resumes: `count` records in `size` bytes.
-
-    `damaged` bytes after them hold no whole record.
-    """
+    """The whole records at the beginning of a file, after which a run resumes: `count` records in `size` bytes."""
 
     count: int = 0
     size: int = 0
-    damaged: int = 0
 
 
 def load_resume_point(out: Path, images: Iterator[InputImage], count: Callable[[Record], None]) -> ResumePoint:
@@ -374,12 +367,11 @@ def load_resume_point(out: Path, images: Iterator[InputImage], count: Callable[[
     path = out / RESULTS
     try:
         check_regular(path)
-        size = path.stat().st_size
         with path.open("rb") as stream:
             num_records, offset = 0, 0
             for line in read_lines(stream):
                 record = line.record
-                if record is None or not has_drawings(out, record):
+                if record is None or not _has_drawings(out, record):
                     break
                 _check_same_image(out, num_records, record, next(images, None))
                 count(record)
@@ -389,7 +381,7 @@ def load_resume_point(out: Path, images: Iterator[InputImage], count: Callable[[
         return ResumePoint()
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error}); choose another --out") from None
-    return ResumePoint(num_records, offset, size - offset)
+    return ResumePoint(num_records, offset)
 
 
 def read_records(path: Path) -> Iterator[Record]:
@@ -411,7 +403,7 @@ def _check_same_image(out: Path, index: int, record: Record, image: InputImage |
     )
 
 
-def has_drawings(out: Path, record: Record) -> bool:
+def _has_drawings(out: Path, record: Record) -> bool:
     """Return whether the drawings that a record names are in the run directory, and not empty."""
     names = (record.overlay, record.sheet) if isinstance(record, Answered) else ()
     return all(_size(out / name) for name in names if name is not None)

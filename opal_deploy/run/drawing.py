@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self, TypeAlias, cast
 
@@ -60,6 +60,8 @@ from opal_deploy.worker_pool import WorkerCrashed, WorkerPool, WorkerTimeout
 Thumbnails: TypeAlias = dict[int, Thumbnail]
 # JPEGs of the overlay, and of the photograph for the report; PNG of the sheet
 Part: TypeAlias = Literal["overlay", "thumbnail", "sheet"]
+# the encoded drawings of one result, and why one is missing
+Drawings: TypeAlias = tuple[dict[Part, bytes], Problem | None]
 
 _NAMES = "names.toml"
 
@@ -183,18 +185,6 @@ def find_names_file(path: Path | None, atlas: Path | None) -> Path | None:
     return path
 
 
-@dataclass(frozen=True)
-class Drawings:
-    """The encoded drawings of one result, and the reason why one is missing."""
-
-    files: dict[Part, bytes] = field(default_factory=dict)
-    error: Problem | None = None
-
-
-def _failed(code: str, reason: str, files: dict[Part, bytes] | None = None) -> Drawings:
-    return Drawings(files or {}, Problem(code=code, message=reason))
-
-
 def _draw(sheets: SheetBuilder | None, result: Result, parts: Sequence[Part], timer: StageTimer) -> Drawings:
     """Return the drawings `parts` of a result with its image, for a sheet also its outputs."""
     drawn: dict[Part, bytes] = {}
@@ -208,10 +198,11 @@ def _draw(sheets: SheetBuilder | None, result: Result, parts: Sequence[Part], ti
             if sheets is not None:
                 drawn["sheet"] = sheets.build(result).encode()
     except ImageError as error:
-        return _failed("drawing_failed", str(error), drawn)
+        return drawn, Problem(code="drawing_failed", message=str(error))
     except MemoryError:
-        return _failed("drawing_failed", "drawing it needs more memory than there is; lower --workers", drawn)
-    return Drawings(drawn)
+        reason = "drawing it needs more memory than there is; lower --workers"
+        return drawn, Problem(code="drawing_failed", message=reason)
+    return drawn, None
 
 
 def _draw_in_process(
@@ -300,17 +291,17 @@ class Drawer:
         parts: list[Part] = ["overlay"] if self._has_report else []
         if self._has_report and index < EMBED_LIMIT:
             parts.append("thumbnail")
-        drawings = self._draw(result, parts)
-        drawn = drawings.files
+        drawn, error = self._draw(result, parts)
         if "thumbnail" in drawn:
             self._thumbnails[index] = Thumbnail(drawn["thumbnail"])
         overlay = overlay_name(index, record.image) if "overlay" in drawn else None
         sheet = sheet_name(index, record.image) if "sheet" in drawn else None
         with self._timer.stage("write"):
-            for name, data in ((overlay, drawn.get("overlay")), (sheet, drawn.get("sheet"))):
-                if name is not None and data is not None:
-                    write_image_file(self._out, name, data)
-        return structs.replace(record, overlay=overlay, sheet=sheet, drawing_error=drawings.error)
+            if overlay is not None:
+                write_image_file(self._out, overlay, drawn["overlay"])
+            if sheet is not None:
+                write_image_file(self._out, sheet, drawn["sheet"])
+        return structs.replace(record, overlay=overlay, sheet=sheet, drawing_error=error)
 
     def _draw(self, result: Result, parts: Sequence[Part]) -> Drawings:
         """Return the drawings of a result; raise StoppedEarly if no process can be started.
@@ -326,10 +317,10 @@ class Drawer:
                 )
             except WorkerCrashed as crash:
                 if attempt:
-                    return _failed("drawing_crashed", f"the process that drew it {crash}")
+                    return {}, Problem(code="drawing_crashed", message=f"the process that drew it {crash}")
             except WorkerTimeout:
                 limit = f"{self._timeout:g} s; raise --decode-timeout"
-                return _failed("drawing_timeout", f"it was not drawn within {limit}")
+                return {}, Problem(code="drawing_timeout", message=f"it was not drawn within {limit}")
             else:
                 for stage in stages:
                     self._timer.add(stage.stage, stage.wall, stage.cpu, stage.calls)
