@@ -99,18 +99,12 @@ def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tup
         check_sha256(path, options.expect_sha256)
     sessions = open_sessions(path, device=options.device, threads=options.threads, runtime=options.runtime)[:1]
     metadata = sessions[0].metadata
-    if options.receptive_field:
-        drawing.check_effective_field(metadata, str(path))
     decision = Decision.of(options).resolve(path, metadata, options.log)
     folder = None if options.atlas is None else Path(options.atlas)
     atlas = None if folder is None else drawing.load_atlas(path, metadata, setup.fingerprint_model(path), folder)
-    named = None if options.slot_names is None else Path(options.slot_names)
-    names = drawing.load_slot_names(metadata, drawing.find_names_file(named, folder))
+    names = drawing.load_slot_names(metadata, options.slot_names, folder)
     shown = drawing.SheetOptions(options.heatmap, atlas, options.rows, names, decision, options.receptive_field)
     builder = drawing.SheetBuilder(metadata, shown, model=str(path))
-    if options.heatmap:
-        drawing.check_attention(metadata, str(path))
-
     hint = format_box_option(metadata.training, path)
     setup.log_cautions(metadata, boxed=boxed, crop_hint=hint, log=options.log)
     return sessions, builder

@@ -208,14 +208,14 @@ def inspect_run_dir(root: Path, config: RunConfig) -> RunDirectory:
     return RunDirectory(root, config, state, document["started"], document["resumed"], document["id"])
 
 
-def _differences(there: RunConfig, here: RunConfig) -> list[str]:
+def _differences(stored: RunConfig, config: RunConfig) -> list[str]:
     # as run.json would hold it
-    here = json.loads(json.dumps(here))
+    config = json.loads(json.dumps(config))
     return [
-        f"{name if name == IMAGES else flag_of(name)} {_format_value(there.get(name))} there, "
-        f"{_format_value(here.get(name))} here"
-        for name in {**here, **there}
-        if there.get(name) != here.get(name)
+        f"{name if name == IMAGES else flag_of(name)} {_format_value(stored.get(name))} there, "
+        f"{_format_value(config.get(name))} here"
+        for name in {**config, **stored}
+        if stored.get(name) != config.get(name)
     ]
 
 

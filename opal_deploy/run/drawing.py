@@ -11,7 +11,7 @@ import itertools
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self, TypeAlias, cast
@@ -23,6 +23,7 @@ from opal_deploy.artifact.measurements import EffectiveField, list_evaluation
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ImageError, StoppedEarly, UsageError
 from opal_deploy.logs import one_line
+from opal_deploy.options import StrPath
 from opal_deploy.predict.executor import prefetch
 from opal_deploy.predict.prepare import InferenceOptions, Prepared, Result, content_sha256
 from opal_deploy.records.build import ImageInfo
@@ -103,9 +104,20 @@ class SheetBuilder:
     """Builds the evidence sheets of one model's results, for `opal-deploy explain` and `infer --sheets`."""
 
     def __init__(self, metadata: Metadata, options: SheetOptions | None = None, *, model: str = "the model") -> None:
-        """Check that the model's evidence is single cells; raise UsageError if not; messages call the model `model`."""
+        """Raise UsageError unless the model, which messages call `model`, has what the sheets show."""
+        options = options or SheetOptions()
         check_exact_evidence(metadata, model)
-        self._metadata, self._options = metadata, options or SheetOptions()
+        if options.fields and metadata.effective_field is None:
+            raise UsageError(
+                f"{model}: its effective receptive field was not measured; leave --receptive-field out, or train and "
+                "export with this version"
+            )
+        if options.heatmap and "attention" not in metadata.outputs:
+            raise UsageError(
+                f"{model}: it was exported without attention maps, which --heatmap needs; "
+                f"opal-deploy export {metadata.checkpoint_name} --outputs attention"
+            )
+        self._metadata, self._options = metadata, options
 
     def build(self, result: Result, *, narrow: bool = False) -> Sheet:
         """Return the sheet of a result with image and outputs (`keep_images`, `keep_outputs`).
@@ -148,24 +160,6 @@ def check_exact_evidence(metadata: Metadata, model: str) -> None:
         raise UsageError(f"{model}: no single cell is its evidence; expected a head with anchors and max pooling")
 
 
-def check_effective_field(metadata: Metadata, model: str) -> None:
-    """Raise UsageError unless the model's effective receptive field was measured."""
-    if metadata.effective_field is None:
-        raise UsageError(
-            f"{model}: its effective receptive field was not measured; leave --receptive-field out, or train and "
-            "export with this version"
-        )
-
-
-def check_attention(metadata: Metadata, model: str) -> None:
-    """Raise UsageError unless the model's outputs have attention maps."""
-    if "attention" not in metadata.outputs:
-        raise UsageError(
-            f"{model}: it was exported without attention maps, which --heatmap needs; "
-            f"opal-deploy export {metadata.checkpoint_name} --outputs attention"
-        )
-
-
 def load_atlas(path: Path, metadata: Metadata, model: Mapping[str, str], folder: Path) -> Atlas:
     """Load the atlas in `folder` for a model; raise ArtifactError if it is damaged, UsageError if it is another's."""
     atlas = load_atlas_folder(folder)
@@ -173,16 +167,14 @@ def load_atlas(path: Path, metadata: Metadata, model: Mapping[str, str], folder:
     return atlas
 
 
-def load_slot_names(metadata: Metadata, path: Path | None) -> SlotNames | None:
-    """Read the names of a model's slots, None without a file; raise UsageError if they do not fit the model."""
-    return None if path is None else read_slot_names(path, metadata.class_names, metadata.class_map)
+def load_slot_names(metadata: Metadata, path: StrPath | None, atlas: StrPath | None = None) -> SlotNames | None:
+    """Return the names of a model's slots from a file, else names.toml of the atlas; None without either.
 
-
-def find_names_file(path: Path | None, atlas: Path | None) -> Path | None:
-    """Return the file that names slots: `path`, else names.toml of the atlas if it has one."""
-    if path is None and atlas is not None and (atlas / _NAMES).is_file():
-        return atlas / _NAMES
-    return path
+    Raises UsageError if they do not fit the model.
+    """
+    if path is None and atlas is not None and (Path(atlas) / _NAMES).is_file():
+        path = Path(atlas) / _NAMES
+    return None if path is None else read_slot_names(Path(path), metadata.class_names, metadata.class_map)
 
 
 def _draw(sheets: SheetBuilder | None, result: Result, parts: Sequence[Part], timer: StageTimer) -> Drawings:
@@ -408,7 +400,9 @@ def open_report(
             overlay = (thumbnails or {}).get(next(numbers))
             name = record.overlay if isinstance(record, Answered) else None
             if overlay is None and name is not None and writer.embeds_images:
-                overlay = _read_overlay(out / name)
+                # one that was removed is missing on its card
+                with suppress(OSError):
+                    overlay = (out / name).read_bytes()
             with _writing_report():
                 writer.add(record, overlay)
 
@@ -423,11 +417,3 @@ def _writing_report() -> Iterator[None]:
         raise StoppedEarly(
             f"the report cannot be written ({error.strerror or error}); make room and run again"
         ) from None
-
-
-def _read_overlay(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except OSError:
-        # it was removed; the card says so
-        return None

@@ -44,7 +44,7 @@ from opal_deploy.run.summary import Summary
 from opal_deploy.runtime.devices import default_batch, default_workers
 from opal_deploy.sources import discovery
 from opal_deploy.sources.annotations import Crops, Labels, annotate, read_boxes, read_labels
-from opal_deploy.sources.image import InputImage, Skipped
+from opal_deploy.sources.image import InputImage, Skipped, is_image_name
 from opal_deploy.sources.video import NO_VIDEOS, Sampling, VideoOptions, require_pyav
 
 
@@ -114,11 +114,13 @@ class Inputs:
         return self.labels.unused() if self.labels is not None and self.part is None else []
 
     def count(self) -> int | None:
-        """Return the number of records; None if inputs would have to be read, requested over a network or waited for.
+        """Return the number of records; None unless all inputs are folders and image files, without videos.
 
         Listing names takes some 10 µs per image.
         """
-        if self.video.sampling is not None or not all(map(discovery.is_countable, self.images)):
+        if self.video.sampling is not None:
+            return None
+        if not all(os.path.isdir(text) or (os.path.isfile(text) and is_image_name(text)) for text in self.images):
             return None
         return sum(map(self._count_records, self._list_items(Skipped())))
 
@@ -289,7 +291,7 @@ def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, opti
     slot_names = None
     if options.sheets or options.slot_names is not None:
         check_exact_evidence(metadata, str(path))
-        slot_names = load_slot_names(metadata, None if options.slot_names is None else Path(options.slot_names))
+        slot_names = load_slot_names(metadata, options.slot_names)
     sheets = SheetBuilder(metadata, SheetOptions(names=slot_names, decision=decision)) if options.sheets else None
     sessions = loaded.sessions
     inference = InferenceOptions(
@@ -322,8 +324,8 @@ def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, opti
         )  # fmt: skip
     run = RunOptions(out, inference, report, sheets, formats, options.max_errors, options.log)
     # raises if there is no image
-    found = inputs.find_images()
-    return RunSetup(options, inputs, loaded, run, signer, upload_to, command, devices, runtime, found)
+    all_images = inputs.find_images()
+    return RunSetup(options, inputs, loaded, run, signer, upload_to, command, devices, runtime, all_images)
 
 
 def _parse_out(options: InferOptions) -> tuple[Path, str | None]:

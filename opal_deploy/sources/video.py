@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.errors import ImageError, UsageError, first_line, require
+from opal_deploy.errors import ImageError, UsageError, require
 from opal_deploy.preprocess.decode import MAX_PIXELS, open_file
 from opal_deploy.remote import is_url
 from opal_deploy.sources.image import FrameInfo, InputImage, is_video_name
@@ -124,9 +124,13 @@ def _open_container(file: BinaryIO) -> Any:
 
 
 def _find_stream(container: Any, max_pixels: int) -> Any:
-    stream = container.streams.best("video")
-    if stream is None:
+    from av.stream import Disposition
+
+    # album covers are video streams, too
+    streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
+    if not streams:
         raise ImageError("no_frames", "it has no video, perhaps only sound")
+    stream = streams[0]
     # FFV1's decoder fills what is damaged of a frame from the one before, and marks nothing
     if stream.codec_context is None or stream.codec_context.name == "ffv1":
         raise ImageError("unsupported_video", "its codec is not read; convert it to H.264")
@@ -151,7 +155,7 @@ def _decode_frames(container: Any, stream: Any) -> Iterator[tuple[Any, bool]]:
     frames = errors = 0
     damaged = is_cut = False
     # of all streams: sound may be longer than the video
-    end, problem = Fraction(), ""
+    end = Fraction()
     try:
         for packet in container.demux():
             if packet.pts is not None and packet.time_base is not None:
@@ -172,15 +176,15 @@ def _decode_frames(container: Any, stream: Any) -> Iterator[tuple[Any, bool]]:
                 frames += 1
                 damaged = frame.is_corrupt or (damaged and not frame.key_frame)
                 yield frame, damaged
-    except av.FFmpegError as error:
-        problem = first_line(error)
+    except av.FFmpegError:
+        errors += 1
     # FFmpeg counts in microseconds; headers round, and count the last frame's duration or not
     duration, start = (Fraction(value or 0, 1_000_000) for value in (container.duration, container.start_time))
     if is_cut or duration - (end - start) > min(Fraction(1), duration / 20):
         raise ImageError("truncated_video", f"it ends early, after {frames} frames; copy or record it again")
-    if errors or problem:
-        reason = problem or f"{errors} of its packets cannot be decoded"
-        raise ImageError("corrupt_video", f"it is damaged: {reason}; what can be read of it was answered")
+    if errors:
+        reason = f"{errors} of its packets cannot be decoded; what can be read of it was answered"
+        raise ImageError("corrupt_video", f"it is damaged: {reason}")
     if not frames:
         raise ImageError("no_frames", "it has no frame")
 

@@ -21,7 +21,6 @@ from opal_deploy.run.drawing import (
     ReportOptions,
     SheetBuilder,
     SheetOptions,
-    check_attention,
     open_report,
     report_title,
 )
@@ -200,7 +199,6 @@ def test_an_export_with_attention_shows_it_on_request(tmp_path, heatmap):
     session.metadata = replace(session.metadata, outputs=("logits", "argmax", "scores", "attention"))
     plain_run, maps = session.run, np.random.default_rng(0).random((1, 4, 4, 4)).astype(np.float32)
     session.run = lambda images: replace(plain_run(images), attention=maps)
-    check_attention(session.metadata, "m.onnx")
     for slot in build(session, save(tmp_path / "a.png"), SheetOptions(heatmap=heatmap)).content.predicted.slots:
         assert (slot.attention == maps[0, slot.channel]).all() if heatmap else slot.attention is None
 
