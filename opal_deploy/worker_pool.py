@@ -118,19 +118,19 @@ class _Process:
     """A worker process, for one call at a time."""
 
     def __init__(self, files: Sequence[int]) -> None:
-        self._connection, theirs = Pipe()
-        with theirs, tempfile.TemporaryFile() as errors:
+        self._connection, worker_end = Pipe()
+        with worker_end, tempfile.TemporaryFile() as errors:
             self._process = subprocess.Popen(
-                [sys.executable, *interpreter_flags(), "-c", _CODE, json.dumps(sys.path), str(theirs.fileno())],
+                [sys.executable, *interpreter_flags(), "-c", _CODE, json.dumps(sys.path), str(worker_end.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                pass_fds=(theirs.fileno(), *files),
+                pass_fds=(worker_end.fileno(), *files),
                 env=os.environ | _ENVIRONMENT,
                 # Ctrl-C goes to all foreground processes, and is the caller's to handle
                 start_new_session=True,
             )
-            theirs.close()
+            worker_end.close()
             try:
                 self._receive(_START_SECONDS)
             except (WorkerCrashed, WorkerTimeout) as failure:

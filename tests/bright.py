@@ -14,12 +14,12 @@ from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.opal_head import cosines
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.errors import OutOfMemory, StoppedEarly
+from opal_deploy.errors import StoppedEarly
 from opal_deploy.predict.executor import predict_stream
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.records.lines import to_document
 from opal_deploy.run.infer import write_records, write_tables_and_report
-from opal_deploy.run.interrupt import Interrupt
+from opal_deploy.run.options import Interrupt
 from opal_deploy.run.summary import Summary
 from opal_deploy.runtime.session import ImageBatch, check_batch
 from opal_deploy.sources.image import InputImage
@@ -66,9 +66,9 @@ class QueuedSession(BrightSession):
 
     depth = 3
 
-    def __init__(self, full_at=None):
+    def __init__(self, error=None, full_at=None):
         super().__init__()
-        self.full_at, self.queue, self.longest = full_at, deque[ImageBatch](), 0
+        self.error, self.full_at, self.queue, self.longest = error, full_at, deque[ImageBatch](), 0
         self.user = None
 
     def run(self, images):
@@ -90,8 +90,7 @@ class QueuedSession(BrightSession):
         if not self.queue:
             self.user = None
         if len(self.batches) == self.full_at:
-            self.full_at = None
-            raise OutOfMemory("full")
+            raise self.error
         return super().run(images)
 
 

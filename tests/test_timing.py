@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from opal_deploy import timing
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.run.drawing import ReportOptions
 from opal_deploy.run.setup import RunOptions
 from opal_deploy.sources.image import InputImage

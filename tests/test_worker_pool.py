@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from opal_deploy.errors import StoppedEarly, UsageError
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.worker_pool import WorkerCrashed, WorkerPool, WorkerTimeout
 from tests.bright import wait_until
 

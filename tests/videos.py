@@ -11,7 +11,7 @@ from typing import Any
 import av
 import numpy as np
 
-from opal_deploy.sources.video import Frame, _advance_in_worker
+from opal_deploy.sources.video import Frame, _next_in_worker
 
 # every tenth frame is a key frame
 FRAMES, RATE, KEY = 30, 10, 10
@@ -41,12 +41,12 @@ def write_video(
     *,
     frames: int = FRAMES,
     pixel_format: str = "yuv420p",
-    rotation: tuple[float, bool] | None = None,
+    rotation: float | None = None,
     options: Mapping[str, str] = {},
     draw: Callable[[int], np.ndarray] = picture,
     colorspace: str | None = None,
 ) -> Path:
-    """Write a video of `frames` frames, ten a second; `rotation` counter-clockwise in degrees, and then mirrored."""
+    """Write a video of `frames` frames, ten a second; `rotation` counter-clockwise in degrees."""
     path.parent.mkdir(parents=True, exist_ok=True)
     faststart = {"movflags": "faststart"} if path.suffix == ".mp4" else {}
     with av.open(str(path), "w", options=faststart) as container:
@@ -57,7 +57,7 @@ def write_video(
         stream.bit_rate = 2_000_000
         stream.options = dict(options)
         if rotation is not None:
-            stream.set_display_rotation(rotation[0], hflip=rotation[1])
+            stream.set_display_rotation(rotation)
         for number in range(frames):
             frame = av.VideoFrame.from_ndarray(draw(number), "rgb24")
             if colorspace is not None:
@@ -97,8 +97,8 @@ def cut(path: Path, share: float = 0.6) -> Path:
 
 
 def crash_at_ten() -> Any:
-    """Crash or stop the process after frame 9 of a video called so; see `video._advance_in_worker`."""
-    step = _advance_in_worker()
+    """Crash or stop the process after frame 9 of a video called so; see `video._next_in_worker`."""
+    step = _next_in_worker()
     if isinstance(step, Frame) and step.info.index >= 10 and step.info.video.stem in ("crash", "stop"):
         os.kill(os.getpid(), signal.SIGSEGV if step.info.video.stem == "crash" else signal.SIGSTOP)
     return step

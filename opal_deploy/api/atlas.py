@@ -17,12 +17,11 @@ from opal_deploy.logs import Progress, WarningLine, as_progress, no_progress, on
 from opal_deploy.options import StrPath, keywords
 from opal_deploy.predict import setup
 from opal_deploy.predict.executor import predict_stream
-from opal_deploy.predict.prepare import content_sha256, raise_pillow_limit
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.prepare import InferenceOptions, content_sha256, raise_pillow_limit
 from opal_deploy.records.build import error_record
 from opal_deploy.records.names import escape_name
 from opal_deploy.records.record import Answered
-from opal_deploy.run.sheets import check_exact_evidence
+from opal_deploy.run.drawing import check_exact_evidence
 from opal_deploy.runtime.devices import default_batch, default_workers
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import Session

@@ -16,14 +16,13 @@ from opal_deploy.logs import as_progress, one_line
 from opal_deploy.options import StrPath, keywords
 from opal_deploy.predict import setup
 from opal_deploy.predict.executor import predict_stream
-from opal_deploy.predict.prepare import raise_pillow_limit
-from opal_deploy.predict.types import InferenceOptions, Result
+from opal_deploy.predict.prepare import InferenceOptions, Result, raise_pillow_limit
 from opal_deploy.records.decision import Decision
 from opal_deploy.records.record import Failed
 from opal_deploy.records.run_files import overlay_name
-from opal_deploy.run import sheets
+from opal_deploy.run import drawing
+from opal_deploy.run.drawing import SheetBuilder
 from opal_deploy.run.setup import Inputs
-from opal_deploy.run.sheets import SheetBuilder
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.sources import discovery
 from opal_deploy.sources.annotations import annotate, read_boxes, read_labels
@@ -91,18 +90,12 @@ def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tup
         check_sha256(path, options.expect_sha256)
     sessions = open_sessions(path, device=options.device, threads=options.threads, runtime=options.runtime)[:1]
     metadata = sessions[0].metadata
-    if options.receptive_field:
-        sheets.check_effective_field(metadata, str(path))
     decision = Decision.of(options).resolve(path, metadata, options.log)
     folder = None if options.atlas is None else Path(options.atlas)
-    atlas = None if folder is None else sheets.load_atlas(path, metadata, setup.fingerprint_model(path), folder)
-    named = None if options.slot_names is None else Path(options.slot_names)
-    names = sheets.load_slot_names(metadata, sheets.find_names_file(named, folder))
-    shown = sheets.SheetOptions(options.heatmap, atlas, options.rows, names, decision, options.receptive_field)
-    builder = sheets.SheetBuilder(metadata, shown, model=str(path))
-    if options.heatmap:
-        sheets.check_attention(metadata, str(path))
-
+    atlas = None if folder is None else drawing.load_atlas(path, metadata, setup.fingerprint_model(path), folder)
+    names = drawing.load_slot_names(metadata, options.slot_names, folder)
+    shown = drawing.SheetOptions(options.heatmap, atlas, options.rows, names, decision, options.receptive_field)
+    builder = drawing.SheetBuilder(metadata, shown, model=str(path))
     setup.log_cautions(metadata, boxed=boxed, crop_hint="--boxes FILE", log=options.log)
     return sessions, builder
 

@@ -18,8 +18,7 @@ from PIL import Image
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.errors import ImageError, UsageError, suggest_attribute
 from opal_deploy.options import StrPath
-from opal_deploy.predict.prepare import read_file
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.prepare import InferenceOptions, read_file
 from opal_deploy.preprocess.decode import MAX_PIXELS, Source, decode
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.lines import to_document, to_json_line

@@ -24,8 +24,8 @@ from opal_deploy.errors import ImageError, UsageError, suggest_attribute, sugges
 from opal_deploy.logs import ProgressChoice, WarningLine, as_progress, log_line, show_progress
 from opal_deploy.options import RuntimeName
 from opal_deploy.predict.executor import predict_stream
+from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.predict.setup import log_cautions
-from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, FileSource, Source, check_array
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.decision import THRESHOLDS, Decision
@@ -263,7 +263,7 @@ class Model:
             ImageError: the image cannot be classified. UsageError: the model's evidence is not single cells, or the
                 suffix is another one.
         """
-        from opal_deploy.run.sheets import SheetBuilder, SheetOptions
+        from opal_deploy.run.drawing import SheetBuilder, SheetOptions
 
         options = options or InferenceOptions()
         file_format = Path(path).suffix.lower().lstrip(".")

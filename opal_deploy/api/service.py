@@ -21,9 +21,8 @@ from typing import Any, TypeVar
 from opal_deploy.api.explanation import Explanation
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.predict.decoder_pool import DecoderPool, PendingBatch, PixelSlots, PreparedBatch
-from opal_deploy.predict.executor import Job, Predicted, SessionRunner
-from opal_deploy.predict.prediction import BatchPredictor
-from opal_deploy.predict.types import InferenceOptions, Pixels, Prepared, Result
+from opal_deploy.predict.executor import BatchPredictor, Job, Predicted, SessionRunner
+from opal_deploy.predict.prepare import InferenceOptions, Pixels, Prepared, Result
 from opal_deploy.preprocess.decode import Source
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.names import source_name
@@ -70,7 +69,6 @@ class Service:
         max_wait: float = 0.005,
         capacity: int = 256,
         observe: Callable[[str, Sequence[float]], None] = lambda stage, seconds: None,
-        log: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Start the threads; `Model.serve` calls this.
 
@@ -81,7 +79,6 @@ class Service:
             capacity: maximum images in flight, from `submit` to their record.
             observe: receives stages and seconds, from any thread: `prepare` per image, `queue` for the images of a
                 batch, `compute` per batch.
-            log: receives a line, from any thread, when memory was short and batches become smaller.
         """
         options = InferenceOptions() if options is None else options
         self.metadata, self.capacity = sessions[0].metadata, capacity
@@ -90,7 +87,7 @@ class Service:
         self._closed, self._in_flight = False, 0
         # None ends the sessions' threads. In Python 3.11, SimpleQueue's get with a timeout may wait for ever
         self._ready: queue.Queue[_Image | None] = queue.Queue()
-        predictors = [BatchPredictor(session, options, print_message=log) for session in sessions]
+        predictors = [BatchPredictor(session, options) for session in sessions]
         with ExitStack() as stack:
             # per session the batches in flight and the one being gathered
             count = sum(predictor.depth + 1 for predictor in predictors)
@@ -256,7 +253,7 @@ class Service:
             converters = {row: image.convert for row, image in enumerate(images) if image.convert is not None}
             if rows := list(converters):
                 taken = None if outputs is None else outputs.take(rows)
-                results = predictor.build_results([batch.images[row] for row in rows], batch.pixels[rows], taken)
+                results = predictor.build_results([batch.images[row] for row in rows], taken)
                 for row, result in zip(rows, results, strict=True):
                     answers[row] = converters[row](result)
         except Exception as error:  # each future has a reader, and the next batch may succeed

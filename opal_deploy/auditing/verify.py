@@ -23,7 +23,7 @@ from opal_deploy.records.signatures import PublicKeys
 
 if TYPE_CHECKING:
     from opal_deploy.auditing.verify_records import GivenImages, RecordsReport
-    from opal_deploy.predict.types import InferenceOptions
+    from opal_deploy.predict.prepare import InferenceOptions
     from opal_deploy.runtime.session import Session
 
 # findings logged
@@ -194,7 +194,7 @@ def _conclude(path: Path, report: RecordsReport, document: dict[str, Any], log: 
 
 def _inference_options(run: dict[str, Any], model: Path, options: VerifyOptions, session: Session) -> InferenceOptions:
     """Return how the run prepared images, with defaults for what run.json does not state."""
-    from opal_deploy.predict.types import InferenceOptions
+    from opal_deploy.predict.prepare import InferenceOptions
     from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding
     from opal_deploy.runtime.devices import default_batch, default_workers
 

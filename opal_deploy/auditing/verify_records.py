@@ -14,8 +14,7 @@ from opal_deploy.auditing.record_diff import FieldDifference, Tolerance, diff_re
 from opal_deploy.auditing.results import RunRecords, locate_image, scan_lines
 from opal_deploy.errors import ImageError
 from opal_deploy.predict.executor import predict_stream
-from opal_deploy.predict.prepare import content_sha256
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.prepare import InferenceOptions, content_sha256
 from opal_deploy.records.lines import to_document
 from opal_deploy.records.record import Failed, Record
 from opal_deploy.records.run_files import overlay_name

@@ -22,12 +22,11 @@ from opal_deploy.bench.models import TimedModel
 from opal_deploy.bench.options import PipelineOptions
 from opal_deploy.bench.timing import Progress, Run
 from opal_deploy.errors import UsageError
-from opal_deploy.predict.prepare import prepare
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.prepare import InferenceOptions, prepare
 from opal_deploy.preprocess.decode import Decoding
 from opal_deploy.run.drawing import ReportOptions
 from opal_deploy.run.infer import write_records, write_tables_and_report
-from opal_deploy.run.interrupt import Interrupt
+from opal_deploy.run.options import Interrupt
 from opal_deploy.run.setup import RunOptions
 from opal_deploy.run.summary import Summary
 from opal_deploy.runtime.devices import default_workers

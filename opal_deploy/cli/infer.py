@@ -31,7 +31,7 @@ def infer(
     A run that ended early continues when the same command is given again.
     """
     from opal_deploy.api.infer import run_inference
-    from opal_deploy.run.interrupt import handle_signals
+    from opal_deploy.run.options import handle_signals
 
     with handle_signals(print_message) as interrupt, progress("images") as advance:
         options = replace(options, log=print_message, progress=advance, interrupt=interrupt)

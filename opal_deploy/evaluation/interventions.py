@@ -34,8 +34,7 @@ from opal_deploy.evaluation.pointing import Share, play_pointing_game
 from opal_deploy.evaluation.session import evaluate_session, load_pixels
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model.checkpoint import Checkpoint
-from opal_deploy.predict.prepare import prepare
-from opal_deploy.predict.types import InferenceOptions, Pixels
+from opal_deploy.predict.prepare import InferenceOptions, Pixels, prepare
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.session import Session

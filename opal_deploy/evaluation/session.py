@@ -22,8 +22,7 @@ from opal_deploy.evaluation.metrics import Evaluation, collapse_of_cells, comput
 from opal_deploy.evaluation.parts import PartFigures, PartProtocol
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.predict.executor import prefetch
-from opal_deploy.predict.prepare import prepare
-from opal_deploy.predict.types import InferenceOptions, Pixels
+from opal_deploy.predict.prepare import InferenceOptions, Pixels, prepare
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.runtime.session import ImageBatch, Session
 from opal_deploy.sources.image import InputImage

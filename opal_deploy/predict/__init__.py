@@ -2,11 +2,9 @@
 
 In the order in which an image passes them:
 
-    types            `Prepared`, `Result`, and `InferenceOptions`: start here
-    prepare          from one `InputImage` to a `Prepared`: read, hash, decode, orient, crop, resize
+    prepare          from one `InputImage` to a `Prepared`: read, hash, decode, orient, crop, resize; `InferenceOptions`
     decoder_pool     the same for batches, ahead of the session, in threads or worker processes (`isolate`)
-    prediction       from a batch of `Prepared` to their `Result` and record
-    executor         `predict_batches` and `predict_stream` connect these
+    executor         from batches of `Prepared` to their `Result` and record; `predict_batches` connects all of these
     setup            open the model of a command, and check that it supports the options
     explain_tensors  the tensors of an explain model, in `serve` and in Triton
 """

@@ -22,8 +22,7 @@ import numpy as np
 from PIL import Image
 
 from opal_deploy.errors import ImageError
-from opal_deploy.predict.prepare import prepare, raise_pillow_limit, read_remote
-from opal_deploy.predict.types import InferenceOptions, Pixels, Prepared
+from opal_deploy.predict.prepare import InferenceOptions, Pixels, Prepared, prepare, raise_pillow_limit, read_remote
 from opal_deploy.sources.image import InputImage
 from opal_deploy.timing import NO_OP_TIMER, StageTime, StageTimer
 from opal_deploy.worker_pool import WorkerCrashed, WorkerPool, WorkerTimeout, create_shared_memory, map_shared_memory
@@ -206,7 +205,7 @@ class DecoderPool:
     ) -> dict[int, Prepared]:
         """Prepare images in one process; if that fails, each image again alone."""
         # without what only the record needs
-        sent = {row: InputImage(None, image.source, image.crop, drawn=image.drawn) for row, image in images.items()}
+        sent = {row: InputImage(None, image.source, image.crop) for row, image in images.items()}
         try:
             prepared, stages = processes.call(
                 _prepare_in_process, sent, self._input_size, self._options, cast(int, self._slots.descriptor),

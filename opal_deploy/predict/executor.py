@@ -3,6 +3,10 @@
 A decoder pool prepares batches, a thread per session predicts them, and the thread that takes results builds these, all
 in input order. Every queue is bounded, so memory does not grow with the number of images: until a result is taken, only
 a fixed number of images is read, decoded and predicted.
+
+A record does not depend on the other images. An image with an error keeps its place in the batch as a blank image, so
+that the others are computed exactly as next to a good one. Where a runtime's last bits depend on the batch size, every
+forward pass can be filled up to one size (`InferenceOptions.fixed_batch`).
 """
 
 from __future__ import annotations
@@ -15,14 +19,19 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from typing import Protocol, Self, TypeAlias, TypeVar
+from typing import Protocol, Self, TypeAlias, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import ImageError, OpalError, OutOfMemory
 from opal_deploy.predict.decoder_pool import DecoderPool, PreparedBatch, group_size
-from opal_deploy.predict.prediction import BatchPredictor, count_in_flight
-from opal_deploy.predict.types import InferenceOptions, Result
-from opal_deploy.runtime.session import Session, pinned
+from opal_deploy.predict.prepare import InferenceOptions, Pixels, Prepared, Result
+from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.records.build import Digests, ImageInfo, Place, build_records, error_record
+from opal_deploy.records.record import Record
+from opal_deploy.runtime.session import PaddingSession, PipelinedSession, Session, pinned
 from opal_deploy.sources.image import InputImage
 from opal_deploy.timing import NO_OP_TIMER, StageTimer
 
@@ -36,12 +45,11 @@ def predict_stream(
     sessions: Sequence[Session],
     options: InferenceOptions,
     timer: StageTimer = NO_OP_TIMER,
-    print_message: Callable[[str], None] = lambda _: None,
 ) -> Generator[Result, None, None]:
     """Yield one result per image, in the order of the images; see `predict_batches`."""
     with (
         open_decoders(sessions, options, timer) as decoders,
-        closing(predict_batches(images, sessions, options, decoders, timer, print_message)) as batches,
+        closing(predict_batches(images, sessions, options, decoders, timer)) as batches,
     ):
         for results in batches:
             yield from results
@@ -66,7 +74,6 @@ def predict_batches(
     options: InferenceOptions,
     decoders: DecoderPool,
     timer: StageTimer = NO_OP_TIMER,
-    print_message: Callable[[str], None] = lambda _: None,
     *,
     first: int = 0,
 ) -> Generator[list[Result], None, None]:
@@ -79,12 +86,11 @@ def predict_batches(
         options: how images are decoded, batched and predicted.
         decoders: see `open_decoders`.
         timer: receives the times of every stage.
-        print_message: receives a line, from any thread, when memory was short and batches become smaller.
         first: number of the first image in its run. Each image gets the place in its batch that it has in a run from
             number 0: at another place a runtime may compute another last bit of a logit.
 
     Raises:
-        StoppedEarly: a device was lost; all results before its batch were yielded.
+        StoppedEarly: a device was lost, or its memory is full; all results before its batch were yielded.
         OpalError: `images` raised it; all results before were yielded.
     """
     ahead, in_flight = _count_batches(sessions, options)
@@ -95,13 +101,13 @@ def predict_batches(
     with ExitStack() as stack:
         for session in sessions:
             stack.enter_context(pinned(session, decoders.pixels))
-        predictors = [BatchPredictor(session, options, timer, print_message) for session in sessions]
+        predictors = [BatchPredictor(session, options, timer) for session in sessions]
         runners = [stack.enter_context(SessionRunner(predictor, timer)) for predictor in predictors]
         batches = (decoders.submit(batch) for batch in _split(images, size))
         prepared = prefetch(batches, ahead, lambda: timer.waiting("images"))
         jobs = (runner.submit(batch) for runner, batch in zip(itertools.cycle(runners), prepared, strict=False))
         for batch, predictor, outputs in prefetch(jobs, in_flight, lambda: timer.waiting("session")):
-            results = predictor.build_results(batch.images, batch.pixels, outputs)[padding:]
+            results = predictor.build_results(batch.images, outputs)[padding:]
             padding = 0
             batch.release()
             if results:
@@ -120,7 +126,7 @@ def _count_batches(sessions: Sequence[Session], options: InferenceOptions) -> tu
         return -(-options.workers // options.batch), 0
     # every worker has a group in flight, and every session its next batch
     groups = options.workers * group_size(options.batch, options.workers)
-    return -(-groups // options.batch) + len(sessions) - 1, sum(map(count_in_flight, sessions))
+    return -(-groups // options.batch) + len(sessions) - 1, sum(map(_count_in_flight, sessions))
 
 
 def _split(images: Iterator[InputImage], size: int) -> Iterator[Iterator[InputImage]]:
@@ -128,6 +134,162 @@ def _split(images: Iterator[InputImage], size: int) -> Iterator[Iterator[InputIm
     for first in images:
         yield itertools.chain([first], itertools.islice(images, size - 1))
 
+
+class BatchPredictor:
+    """A session that predicts batches; `build_results` needs no session, so that another thread can build records.
+
+    Attributes:
+        depth: maximum batches in flight between `submit` and the call of what it returned.
+    """
+
+    def __init__(self, session: Session, options: InferenceOptions, timer: StageTimer = NO_OP_TIMER) -> None:
+        """Load and run nothing yet.
+
+        Args:
+            session: the model.
+            options: the options of batches and records.
+            timer: receives the times of the stages `compute` and `evidence`.
+        """
+        self._session, self._options, self._timer = session, options, timer
+        self._pipelined = session if isinstance(session, PipelinedSession) else None
+        self.depth = _count_in_flight(session)
+        # only a session whose outputs depend on the batch size, as ONNX Runtime's on a GPU, needs full batches
+        self._fixed_batch = options.fixed_batch and not getattr(session, "batch_invariant", False)
+        self._in_flight = 0
+        with _LOCKS_LOCK:
+            self._lock = _LOCKS.setdefault(session, threading.Lock())
+        if self._fixed_batch and isinstance(session, PaddingSession):
+            with self._lock:
+                session.add_batch_size(options.batch)
+
+    def submit(self, images: Sequence[Prepared], pixels: Pixels) -> Callable[[], Outputs | None]:
+        """Begin a batch, and return a function that waits for its outputs: one row per image, None if all have errors.
+
+        The functions are called in order, on the same thread. Until then no other predictor uses the session.
+
+        Args:
+            images: at most `options.batch`.
+            pixels: uint8 [rows, H0, W0, 3], the images' rows first; later rows may be overwritten. They must not change
+                until the outputs are there.
+
+        Raises:
+            OutOfMemory: the batch does not fit. StoppedEarly: the device was lost. The function raises both, too.
+        """
+        if all(image.error is not None for image in images):
+            return lambda: None
+        batch = self._fill(pixels, len(images))
+        if self._pipelined is None:
+            with self._timer.stage("compute"), self._lock, self._named_batch(len(batch)):
+                outputs = self._session.run(batch).rows(0, len(images))
+            return lambda: outputs
+        session = self._pipelined
+        if not self._in_flight:
+            self._lock.acquire()
+        self._in_flight += 1
+        try:
+            with self._named_batch(len(batch)):
+                handle = session.submit(batch)
+        except BaseException:
+            self._count_collected()
+            raise
+
+        def collect() -> Outputs:
+            try:
+                with self._timer.stage("compute"), self._named_batch(len(batch)):
+                    return session.collect(handle).rows(0, len(images))
+            finally:
+                self._count_collected()
+
+        return collect
+
+    def _count_collected(self) -> None:
+        self._in_flight -= 1
+        if not self._in_flight:
+            self._lock.release()
+
+    @contextmanager
+    def _named_batch(self, size: int) -> Iterator[None]:
+        """Raise OutOfMemory with what helps if memory is short."""
+        try:
+            yield
+        except (OutOfMemory, MemoryError) as error:
+            reason = str(error).partition(";")[0] or type(error).__name__
+            raise OutOfMemory(
+                f"{self._session.description}: out of memory with a batch of {size} ({reason}); give a smaller --batch"
+            ) from None
+
+    def _fill(self, pixels: Pixels, count: int) -> Pixels:
+        """Return `count` rows of a batch, filled up with blank images if the session needs one size."""
+        if not self._fixed_batch:
+            return pixels[:count]
+        size = self._options.batch
+        rows = pixels[:size]
+        if len(rows) < size:
+            rows = np.concatenate([rows, np.zeros((size - len(rows), *rows.shape[1:]), rows.dtype)])
+        rows[count:] = 0
+        return rows
+
+    def build_results(self, part: Sequence[Prepared], outputs: Outputs | None) -> list[Result]:
+        """Return the result of each image from its row of `outputs`, see `submit`."""
+        options, results = self._options, []
+        with self._timer.stage("evidence"):
+            errors = _find_errors(part, outputs)
+            answered = [row for row, error in enumerate(errors) if error is None]
+            records: Iterator[Record] = iter(())
+            if outputs is not None and answered:
+                infos = [self._build_info(part[row]) for row in answered]
+                records = iter(
+                    build_records(
+                        infos, outputs.take(answered), self._session.metadata, top=options.top,
+                        decision=options.decision, slot_names=options.slot_names,
+                    )
+                )  # fmt: skip
+            for row, (prepared, error) in enumerate(zip(part, errors, strict=True)):
+                if error is not None:
+                    results.append(Result(self._build_error(prepared, error), prepared))
+                    continue
+                kept = outputs.rows(row, row + 1) if outputs is not None and options.keep_outputs else None
+                results.append(Result(next(records), prepared, kept))
+        return results
+
+    def _build_info(self, prepared: Prepared) -> ImageInfo:
+        request = prepared.input
+        digests = Digests(prepared.image_sha256, self._options.model_sha256)
+        geometry = cast(Geometry, prepared.geometry)
+        return ImageInfo(request.name, geometry, digests, request.label, request.index, _find_place(request))
+
+    def _build_error(self, prepared: Prepared, error: ImageError) -> Record:
+        request, digests = prepared.input, Digests(prepared.image_sha256, self._options.model_sha256)
+        return error_record(
+            request.name, error.code, str(error), digests=digests, label=request.label, index=request.index,
+            place=_find_place(request),
+        )  # fmt: skip
+
+
+def _find_errors(part: Sequence[Prepared], outputs: Outputs | None) -> list[ImageError | None]:
+    if outputs is None:
+        return [prepared.error for prepared in part]
+    # half precision overflows for some images, and JSON has no NaN
+    finite = outputs.rows(0, len(part)).is_finite().tolist()
+    not_finite = ImageError("not_finite", "the model's logits for it are NaN or infinite")
+    return [
+        prepared.error or (None if is_finite else not_finite) for prepared, is_finite in zip(part, finite, strict=True)
+    ]
+
+
+def _find_place(request: InputImage) -> Place:
+    place = Place(detection=request.detection)
+    return place if request.frame is None else place._replace(frame=request.frame.index, time=request.frame.seconds)
+
+
+def _count_in_flight(session: Session) -> int:
+    """Return how many batches a session may hold at a time."""
+    return session.depth if isinstance(session, PipelinedSession) else 1
+
+
+# only one predictor at a time uses a session
+_LOCKS: WeakKeyDictionary[Session, threading.Lock] = WeakKeyDictionary()
+_LOCKS_LOCK = threading.Lock()
 
 Predicted: TypeAlias = tuple[PreparedBatch, BatchPredictor, Outputs | None]
 Job: TypeAlias = tuple[PreparedBatch, Future[Predicted]]
@@ -150,7 +312,7 @@ class SessionRunner:
         self._predictor, self._timer = predictor, timer
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._take = take or self._jobs.get
-        self._in_flight: deque[tuple[object, PreparedBatch, Future[Predicted]]] = deque()
+        self._in_flight: deque[tuple[Callable[[], Outputs | None], PreparedBatch, Future[Predicted]]] = deque()
         self._left = False
         self._thread = threading.Thread(target=self._work, name="session-runner", daemon=True)
 
@@ -172,7 +334,7 @@ class SessionRunner:
     def _work(self) -> None:
         self._timer.register_thread("session")
         while True:
-            if self._in_flight and (len(self._in_flight) >= self._predictor.depth or self._predictor.is_awaited):
+            if len(self._in_flight) >= self._predictor.depth:
                 self._collect()
                 continue
             try:
@@ -190,23 +352,14 @@ class SessionRunner:
 
     def _begin(self, batch: PreparedBatch, future: Future[Predicted]) -> None:
         try:
-            handle = self._predictor.submit(batch.images, batch.pixels)
+            self._in_flight.append((self._predictor.submit(batch.images, batch.pixels), batch, future))
         except BaseException as error:  # somebody waits for the future
             future.set_exception(error)
-            return
-        self._in_flight.append((handle, batch, future))
-        while handle is None and self._in_flight:
-            # it runs by itself, after those before it
-            self._collect()
 
     def _collect(self) -> None:
-        handle, batch, future = self._in_flight.popleft()
+        collect, batch, future = self._in_flight.popleft()
         try:
-            outputs = None if handle is None else self._predictor.collect(handle, batch.images)
-            if outputs is None:
-                while any(other is not None for other, *_ in self._in_flight):
-                    self._collect()
-                outputs = self._predictor.run(batch.images, batch.pixels)
+            outputs = collect()
         except BaseException as error:  # somebody waits for the future
             future.set_exception(error)
         else:

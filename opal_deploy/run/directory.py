@@ -48,7 +48,6 @@ SYNC_SECONDS = 5.0
 _NOTHING_TO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EROFS)
 
 _HINT = "choose another --out, or give --overwrite"
-_MAX_SHOWN = 60
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,6 @@ class RunDirectory:
         state: of the run that it holds.
         started, resumed: times when the run began and when it was resumed, ISO 8601.
         run_id: names the run in the signatures of its records.
-        details: more entries of run.json.
     """
 
     root: Path
@@ -108,11 +106,9 @@ class RunDirectory:
     started: str = ""
     resumed: list[str] = field(default_factory=list)
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    details: Mapping[str, Any] = field(default_factory=dict)
 
-    def write_config(self, details: Mapping[str, Any]) -> None:
-        """Write run.json, with more entries, before the first record of a new or resumed run; raise UsageError."""
-        self.details = details
+    def write_config(self) -> None:
+        """Write run.json before the first record of a new or resumed run; raise UsageError."""
         if self.state == "new":
             self.started = _now()
         else:
@@ -127,7 +123,6 @@ class RunDirectory:
             "started": self.started,
             "resumed": self.resumed,
             "run": dict(self.config),
-            **self.details,
         }
 
     def sign_config(self, summary: Summary, signer: Signer, *, complete: bool) -> None:
@@ -213,15 +208,14 @@ def inspect_run_dir(root: Path, config: RunConfig) -> RunDirectory:
     return RunDirectory(root, config, state, document["started"], document["resumed"], document["id"])
 
 
-def _differences(there: RunConfig, here: RunConfig) -> list[str]:
+def _differences(stored: RunConfig, config: RunConfig) -> list[str]:
     # as run.json would hold it
-    here = json.loads(json.dumps(here))
-    names = [*here, *(name for name in there if name not in here)]
+    config = json.loads(json.dumps(config))
     return [
-        f"{name if name == IMAGES else flag_of(name)} {_format_value(there.get(name))} there, "
-        f"{_format_value(here.get(name))} here"
-        for name in names
-        if there.get(name) != here.get(name)
+        f"{name if name == IMAGES else flag_of(name)} {_format_value(stored.get(name))} there, "
+        f"{_format_value(config.get(name))} here"
+        for name in {**config, **stored}
+        if stored.get(name) != config.get(name)
     ]
 
 
@@ -230,8 +224,7 @@ def _format_value(value: object) -> str:
         return {None: "none", True: "yes", False: "no"}[value]
     if isinstance(value, list | dict):
         value = " ".join(map(str, value.values() if isinstance(value, dict) else value))
-    text = str(value)
-    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
+    return str(value)
 
 
 def _clear(root: Path) -> None:
@@ -351,14 +344,10 @@ class RecordWriter:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The whole records at the beginning of a file, after which a run resumes: `count` records in `size` bytes.
-
-    `damaged` bytes after them hold no whole record.
-    """
+    """The whole records at the beginning of a file, after which a run resumes: `count` records in `size` bytes."""
 
     count: int = 0
     size: int = 0
-    damaged: int = 0
 
 
 def load_resume_point(out: Path, images: Iterator[InputImage], count: Callable[[Record], None]) -> ResumePoint:
@@ -378,12 +367,11 @@ def load_resume_point(out: Path, images: Iterator[InputImage], count: Callable[[
     path = out / RESULTS
     try:
         check_regular(path)
-        size = path.stat().st_size
         with path.open("rb") as stream:
             num_records, offset = 0, 0
             for line in read_lines(stream):
                 record = line.record
-                if record is None or not has_drawings(out, record):
+                if record is None or not _has_drawings(out, record):
                     break
                 _check_same_image(out, num_records, record, next(images, None))
                 count(record)
@@ -393,7 +381,7 @@ def load_resume_point(out: Path, images: Iterator[InputImage], count: Callable[[
         return ResumePoint()
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error}); choose another --out") from None
-    return ResumePoint(num_records, offset, size - offset)
+    return ResumePoint(num_records, offset)
 
 
 def read_records(path: Path) -> Iterator[Record]:
@@ -415,7 +403,7 @@ def _check_same_image(out: Path, index: int, record: Record, image: InputImage |
     )
 
 
-def has_drawings(out: Path, record: Record) -> bool:
+def _has_drawings(out: Path, record: Record) -> bool:
     """Return whether the drawings that a record names are in the run directory, and not empty."""
     names = (record.overlay, record.sheet) if isinstance(record, Answered) else ()
     return all(_size(out / name) for name in names if name is not None)

@@ -1,7 +1,7 @@
-"""The overlays and evidence sheets of a run, and its report.
+"""The overlays and evidence sheets of results, and the report of a run.
 
-They are drawn from the forward pass that made the record, in separate processes: a drawing that crashes, takes too long
-or runs out of memory is missing, and its record says why.
+They are drawn from the forward pass that made the record. A run draws in separate processes: a drawing that crashes,
+takes too long or runs out of memory is missing, and its record says why.
 """
 
 from __future__ import annotations
@@ -11,21 +11,24 @@ import itertools
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from dataclasses import replace as replace_fields
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self, TypeAlias, cast
 
-from msgspec.structs import replace
+from msgspec import structs
+from PIL import Image
 
 from opal_deploy.artifact.measurements import EffectiveField, list_evaluation
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ImageError, StoppedEarly, UsageError
 from opal_deploy.logs import one_line
+from opal_deploy.options import StrPath
 from opal_deploy.predict.executor import prefetch
-from opal_deploy.predict.types import InferenceOptions, Result
-from opal_deploy.preprocess.resize import to_display
+from opal_deploy.predict.prepare import InferenceOptions, Prepared, Result, content_sha256
+from opal_deploy.records.build import ImageInfo
+from opal_deploy.records.decision import NO_DECISION, Decision
+from opal_deploy.records.names import SlotNames, read_slot_names
 from opal_deploy.records.record import Answered, Failed, Problem, Record
 from opal_deploy.records.run_files import (
     OVERLAYS,
@@ -37,8 +40,9 @@ from opal_deploy.records.run_files import (
     write_image_file,
 )
 from opal_deploy.remote import redact
-from opal_deploy.run.sheets import SheetBuilder, get_image
 from opal_deploy.timing import NO_OP_TIMER, StageTime, StageTimer
+from opal_deploy.visualization.atlas.entries import Atlas, Exemplars, find_exemplars
+from opal_deploy.visualization.atlas.storage import load_atlas as load_atlas_folder
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg, show_photograph
 from opal_deploy.visualization.report import (
     EMBED_LIMIT,
@@ -48,20 +52,126 @@ from opal_deploy.visualization.report import (
     choose_image_mode,
     make_thumbnail,
 )
+from opal_deploy.visualization.sheet.content import SheetContent, build_sheet_content
+from opal_deploy.visualization.sheet.drawing import Drawing, encode_png, encode_svg
+from opal_deploy.visualization.sheet.layout import layout_sheet
 from opal_deploy.worker_pool import WorkerCrashed, WorkerPool, WorkerTimeout
 
 # by the image's number in the run
 Thumbnails: TypeAlias = dict[int, Thumbnail]
-# JPEGs of the overlay, of its small form for the report, and of the image alone; PNGs of the sheet
-Part: TypeAlias = Literal["overlay", "thumbnail", "picture", "sheet", "narrow-sheet"]
+# JPEGs of the overlay, and of the photograph for the report; PNG of the sheet
+Part: TypeAlias = Literal["overlay", "thumbnail", "sheet"]
+# the encoded drawings of one result, and why one is missing
+Drawings: TypeAlias = tuple[dict[Part, bytes], Problem | None]
+
+_NAMES = "names.toml"
 
 
 @dataclass(frozen=True)
-class Drawings:
-    """The encoded drawings of one result, and the reason why one is missing."""
+class SheetOptions:
+    """The content of evidence sheets.
 
-    files: dict[Part, bytes] = field(default_factory=dict)
-    error: Problem | None = None
+    Attributes:
+        heatmap: the outputs' attention maps.
+        atlas: the model's atlas, for exemplars from other images; None: none.
+        exemplar_rows: maximum number of exemplars per slot.
+        names: names of slots.
+        decision: thresholds that mark images, resolved.
+        fields: draw effective receptive fields on the photographs.
+    """
+
+    heatmap: bool = False
+    atlas: Atlas | None = None
+    exemplar_rows: int = 4
+    names: SlotNames | None = None
+    decision: Decision = NO_DECISION
+    fields: bool = False
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """The evidence sheet of one image: its content as data, and laid out as a drawing."""
+
+    content: SheetContent
+    drawing: Drawing
+
+    def encode(self, file_format: str = "png") -> bytes:
+        """Return the sheet as a `png` or `svg` file; the same sheet gives the same bytes."""
+        return encode_svg(self.drawing) if file_format == "svg" else encode_png(self.drawing)
+
+
+class SheetBuilder:
+    """Builds the evidence sheets of one model's results, for `opal-deploy explain` and `infer --sheets`."""
+
+    def __init__(self, metadata: Metadata, options: SheetOptions | None = None, *, model: str = "the model") -> None:
+        """Raise UsageError unless the model, which messages call `model`, has what the sheets show."""
+        options = options or SheetOptions()
+        check_exact_evidence(metadata, model)
+        if options.fields and metadata.effective_field is None:
+            raise UsageError(
+                f"{model}: its effective receptive field was not measured; leave --receptive-field out, or train and "
+                "export with this version"
+            )
+        if options.heatmap and "attention" not in metadata.outputs:
+            raise UsageError(
+                f"{model}: it was exported without attention maps, which --heatmap needs; "
+                f"opal-deploy export {metadata.checkpoint_name} --outputs attention"
+            )
+        self._metadata, self._options = metadata, options
+
+    def build(self, result: Result) -> Sheet:
+        """Return the sheet of a result with image and outputs (`keep_images`, `keep_outputs`).
+
+        Raises:
+            ImageError: memory was too short for the image, or its file, which must not be its own exemplar, is gone.
+            ArtifactError: a patch of the atlas is missing or damaged.
+        """
+        prepared, outputs, options = result.prepared, result.outputs, self._options
+        if prepared.geometry is None or outputs is None:
+            raise ValueError("a sheet needs an answered image whose outputs were kept")
+        image = get_image(prepared)
+        if not options.heatmap:
+            outputs = replace(outputs, attention=None)
+        info = ImageInfo(prepared.input.name, prepared.geometry, label=prepared.input.label)
+        content = build_sheet_content(info, outputs, self._metadata, decision=options.decision, names=options.names)
+        exemplars = None if options.atlas is None else self._find_exemplars(options.atlas, content, result)
+        return Sheet(content, layout_sheet(content, image, exemplars, fields=options.fields))
+
+    def _find_exemplars(self, atlas: Atlas, content: SheetContent, result: Result) -> Exemplars:
+        prepared, predicted = result.prepared, content.predicted
+        own = {prepared.image_sha256 or content_sha256(prepared.input.source), content.image or ""}
+        slots = [slot.slot for slot in predicted.slots]
+        return find_exemplars(atlas, predicted.class_id, slots, exclude=own, rows=self._options.exemplar_rows)
+
+
+def get_image(prepared: Prepared) -> Image.Image:
+    """Return the image to draw on; raise ImageError if memory was too short for it."""
+    if prepared.image is None:
+        raise ImageError("drawing_failed", "there was not enough memory to keep its image")
+    return prepared.image
+
+
+def check_exact_evidence(metadata: Metadata, model: str) -> None:
+    """Raise UsageError unless the model's evidence is single cells; messages call the model `model`."""
+    if metadata.evidence in ("map", "none"):
+        raise UsageError(f"{model}: no single cell is its evidence; expected a head with anchors and max pooling")
+
+
+def load_atlas(path: Path, metadata: Metadata, model: Mapping[str, str], folder: Path) -> Atlas:
+    """Load the atlas in `folder` for a model; raise ArtifactError if it is damaged, UsageError if it is another's."""
+    atlas = load_atlas_folder(folder)
+    atlas.check_model({**model, "checkpoint_sha256": metadata.source.get("sha256")}, str(path))
+    return atlas
+
+
+def load_slot_names(metadata: Metadata, path: StrPath | None, atlas: StrPath | None = None) -> SlotNames | None:
+    """Return the names of a model's slots from a file, else names.toml of the atlas; None without either.
+
+    Raises UsageError if they do not fit the model.
+    """
+    if path is None and atlas is not None and (Path(atlas) / _NAMES).is_file():
+        path = Path(atlas) / _NAMES
+    return None if path is None else read_slot_names(Path(path), metadata.class_names, metadata.class_map)
 
 
 def _draw(sheets: SheetBuilder | None, result: Result, parts: Sequence[Part], timer: StageTimer) -> Drawings:
@@ -74,69 +184,14 @@ def _draw(sheets: SheetBuilder | None, result: Result, parts: Sequence[Part], ti
             if "thumbnail" in parts:
                 photograph = show_photograph(get_image(result.prepared), cast(Answered, result.record))
                 drawn["thumbnail"] = make_thumbnail(photograph, result.record)
-            if "picture" in parts:
-                drawn["picture"] = encode_jpeg(to_display(get_image(result.prepared)))
-            if "sheet" in parts and sheets is not None:
+            if sheets is not None:
                 drawn["sheet"] = sheets.build(result).encode()
     except ImageError as error:
-        return Drawings(drawn, Problem(code="drawing_failed", message=str(error)))
+        return drawn, Problem(code="drawing_failed", message=str(error))
     except MemoryError:
         reason = "drawing it needs more memory than there is; lower --workers"
-        return Drawings(drawn, Problem(code="drawing_failed", message=reason))
-    return Drawings(drawn)
-
-
-class DrawingPool:
-    """Draws results, in worker processes if there are any; every method may be called from any thread."""
-
-    def __init__(
-        self,
-        sheets: SheetBuilder | None,
-        inference: InferenceOptions,
-        processes: WorkerPool | None = None,
-        timer: StageTimer = NO_OP_TIMER,
-    ) -> None:
-        """Start nothing.
-
-        Args:
-            sheets: builds evidence sheets; None: none are drawn.
-            inference: the options of decoding, whose time limit applies to drawing too.
-            processes: where to draw, such as the decoder pool's; None: in the calling thread.
-            timer: receives the time of the stage `draw`.
-        """
-        self._sheets, self._timeout, self._processes, self._timer = sheets, inference.decode_timeout, processes, timer
-        # read once per process
-        self._pickled = b"" if processes is None else pickle.dumps(sheets)
-
-    def draw(self, result: Result, parts: Sequence[Part]) -> Drawings:
-        """Return the drawings `parts` of an image with a prediction.
-
-        A process that crashes gets the result a second time: the system may have killed it for lack of memory.
-
-        Raises:
-            StoppedEarly: no process can be started.
-        """
-        # the model's input is not drawn
-        result = replace_fields(result, prepared=replace_fields(result.prepared, pixels=None))
-        if self._processes is None:
-            return _draw(self._sheets, result, parts, self._timer)
-        for attempt in range(2):
-            try:
-                drawings, stages = self._processes.call(
-                    _draw_in_process, self._pickled, result, parts, timed=self._timer.enabled
-                )
-            except WorkerCrashed as crash:
-                if attempt:
-                    reason = f"the process that drew it {crash}"
-                    return Drawings(error=Problem(code="drawing_crashed", message=reason))
-            except WorkerTimeout:
-                reason = f"it was not drawn within {self._timeout:g} s; raise --decode-timeout"
-                return Drawings(error=Problem(code="drawing_timeout", message=reason))
-            else:
-                for stage in stages:
-                    self._timer.add(stage.stage, stage.wall, stage.cpu, stage.calls)
-                return drawings
-        raise AssertionError("unreachable")
+        return drawn, Problem(code="drawing_failed", message=reason)
+    return drawn, None
 
 
 def _draw_in_process(
@@ -187,15 +242,14 @@ class Drawer:
             thumbnails: receives those of the report's first images, while the overlays are in memory.
             timer: receives the times of drawing and writing, under the role `drawers`.
         """
-        self._out, self._workers = out, inference.workers
+        self._out, self._has_report, self._sheets, self._processes = out, report is not None, sheets, processes
+        # read once per process
+        self._pickled = b"" if processes is None else pickle.dumps(sheets)
+        self._timeout = inference.decode_timeout
         self._ahead = 0 if inference.one_at_a_time else 2 * inference.workers
         self._thumbnails, self._timer = thumbnails, timer
-        self._parts: tuple[Part, ...] = () if report is None else ("overlay",)
-        self._parts += () if sheets is None else ("sheet",)
-        self._has_report = report is not None
-        self._pool = DrawingPool(sheets, inference, processes, timer)
         self._threads = ThreadPoolExecutor(
-            self._workers, "draw", initializer=timer.register_thread, initargs=("drawers",)
+            inference.workers, "draw", initializer=timer.register_thread, initargs=("drawers",)
         )
 
     def __enter__(self) -> Self:
@@ -223,20 +277,44 @@ class Drawer:
         record = result.record
         if isinstance(record, Failed):
             return record
-        parts = self._parts
+        parts: list[Part] = ["overlay"] if self._has_report else []
         if self._has_report and index < EMBED_LIMIT:
-            parts += ("thumbnail",)
-        drawings = self._pool.draw(result, parts)
-        drawn = drawings.files
+            parts.append("thumbnail")
+        drawn, error = self._draw(result, parts)
         if "thumbnail" in drawn:
             self._thumbnails[index] = Thumbnail(drawn["thumbnail"])
         overlay = overlay_name(index, record.image) if "overlay" in drawn else None
         sheet = sheet_name(index, record.image) if "sheet" in drawn else None
         with self._timer.stage("write"):
-            for name, data in ((overlay, drawn.get("overlay")), (sheet, drawn.get("sheet"))):
-                if name is not None and data is not None:
-                    write_image_file(self._out, name, data)
-        return replace(record, overlay=overlay, sheet=sheet, drawing_error=drawings.error)
+            if overlay is not None:
+                write_image_file(self._out, overlay, drawn["overlay"])
+            if sheet is not None:
+                write_image_file(self._out, sheet, drawn["sheet"])
+        return structs.replace(record, overlay=overlay, sheet=sheet, drawing_error=error)
+
+    def _draw(self, result: Result, parts: Sequence[Part]) -> Drawings:
+        """Return the drawings of a result; raise StoppedEarly if no process can be started.
+
+        A process that crashes gets the result a second time: the system may have killed it for lack of memory.
+        """
+        if self._processes is None:
+            return _draw(self._sheets, result, parts, self._timer)
+        for attempt in range(2):
+            try:
+                drawings, stages = self._processes.call(
+                    _draw_in_process, self._pickled, result, parts, timed=self._timer.enabled
+                )
+            except WorkerCrashed as crash:
+                if attempt:
+                    return {}, Problem(code="drawing_crashed", message=f"the process that drew it {crash}")
+            except WorkerTimeout:
+                limit = f"{self._timeout:g} s; raise --decode-timeout"
+                return {}, Problem(code="drawing_timeout", message=f"it was not drawn within {limit}")
+            else:
+                for stage in stages:
+                    self._timer.add(stage.stage, stage.wall, stage.cpu, stage.calls)
+                return drawings
+        raise AssertionError("unreachable")
 
 
 @dataclass(frozen=True)
@@ -319,7 +397,9 @@ def open_report(
             overlay = (thumbnails or {}).get(next(numbers))
             name = record.overlay if isinstance(record, Answered) else None
             if overlay is None and name is not None and writer.embeds_images:
-                overlay = _read_overlay(out / name)
+                # one that was removed is missing on its card
+                with suppress(OSError):
+                    overlay = (out / name).read_bytes()
             with _writing_report():
                 writer.add(record, overlay)
 
@@ -334,11 +414,3 @@ def _writing_report() -> Iterator[None]:
         raise StoppedEarly(
             f"the report cannot be written ({error.strerror or error}); make room and run again"
         ) from None
-
-
-def _read_overlay(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except OSError:
-        # it was removed; the card says so
-        return None

@@ -33,13 +33,11 @@ from opal_deploy.run.directory import (
     RecordWriter,
     RunDirectory,
     acquire_run_dir,
-    has_drawings,
     load_resume_point,
     read_records,
 )
 from opal_deploy.run.drawing import Drawer, Thumbnails, open_report, prepare_folders
-from opal_deploy.run.interrupt import Interrupt, handle_signals
-from opal_deploy.run.options import InferOptions
+from opal_deploy.run.options import InferOptions, Interrupt, handle_signals
 from opal_deploy.run.setup import RunOptions, RunSetup, prepare_run
 from opal_deploy.run.shards import ALONE, Recovery, ShardedRun, ShardJob, join_shards, run_here, run_shards
 from opal_deploy.run.summary import Accuracy, Summary
@@ -67,7 +65,7 @@ def infer(
         summary, timer, started = Summary(), StageTimer(), time.perf_counter()
         if setup.inputs.labels is not None:
             summary.accuracy = Accuracy(frozenset(setup.model.metadata.class_names))
-        directory.write_config(setup.layout)
+        directory.write_config()
         try:
             with interrupt.running(), fewer_collections():
                 _run(setup, directory, summary, timer, interrupt, recovery)
@@ -186,9 +184,8 @@ def write_records(
     out, inference = options.out, replace(options.inference, one_at_a_time=recovery.note is not None)
     resumed = load_resume_point(out, images, summary.count)
     summary.resumed = resumed.count
-    if resumed.count or resumed.damaged:
-        damage = f"; {resumed.damaged} damaged bytes after them are dropped" if resumed.damaged else ""
-        options.log(f"{out}: {resumed.count} records are there already{damage}")
+    if resumed.count:
+        options.log(f"{out}: {resumed.count} records are there already")
     summary.check_errors(options.max_errors)
     remaining = _recover(interrupt.stop_when_requested(images), resumed.count, recovery)
     thumbnails: Thumbnails = {}
@@ -198,7 +195,7 @@ def write_records(
             out, overlays=options.report is not None, sheets=options.sheets is not None, first=resumed.count
         )
         decoders = stack.enter_context(open_decoders(sessions, inference, timer))
-        batches = predict_batches(remaining, sessions, inference, decoders, timer, options.log, first=resumed.count)
+        batches = predict_batches(remaining, sessions, inference, decoders, timer, first=resumed.count)
         # otherwise its threads would live as long as an exception's traceback
         stack.enter_context(closing(batches))
         groups: Iterator[list[Record]] = ([result.record for result in results] for results in batches)
@@ -243,24 +240,13 @@ def _recover(images: Iterator[InputImage], first: int, recovery: Recovery) -> It
 
 
 def write_tables_and_report(options: RunOptions, summary: Summary, thumbnails: Thumbnails) -> None:
-    """Write report and tables, and check that the drawings are there, in one pass over the records.
-
-    Raises:
-        StoppedEarly: the disk is full, or a drawing is gone.
-    """
-    out, draws = options.out, options.inference.keep_images
+    """Write report and tables in one pass over the records; raise StoppedEarly if the disk is full."""
+    out = options.out
     with ExitStack() as stack:
         outputs = [stack.enter_context(open_table(out, kind)) for kind in options.formats]
         if options.report is not None:
             page = open_report(out, options.report, summary.total, summary.folder or "", thumbnails)
             outputs.append(stack.enter_context(page))
-        if not (outputs or draws):
-            return
-        for number, record in enumerate(read_records(out / RESULTS), 1):
-            if draws and not has_drawings(out, record):
-                raise StoppedEarly(
-                    f"{out}: a drawing of record {number}, {record.image}, was removed during the run; leave the "
-                    "folder as it is until the run ends"
-                )
+        for record in read_records(out / RESULTS) if outputs else ():
             for add in outputs:
                 add(record)

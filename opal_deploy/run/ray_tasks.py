@@ -140,12 +140,6 @@ def _connect(address: str) -> Iterator[Any]:
             f"--ray {address}: expected auto on a node of a cluster, or HOST:PORT of its head; from elsewhere, submit "
             "the command there: ray job submit -- opal-deploy infer ... --ray auto"
         )
-    if port:
-        try:
-            # otherwise Ray prints and waits for minutes
-            socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
-        except (OverflowError, OSError) as error:
-            raise _no_connection(address, error) from None
     options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": logging.CRITICAL}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if host.startswith("127."):
@@ -155,22 +149,21 @@ def _connect(address: str) -> Iterator[Any]:
     import ray
 
     try:
+        if port:
+            # otherwise Ray prints and waits for minutes
+            socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
         with _signal_handlers_kept():
             ray.init(**options)
-    except (RuntimeError, ValueError, OSError) as error:
-        raise _no_connection(address, error) from None
+    except (OverflowError, RuntimeError, ValueError, OSError) as error:
+        raise UsageError(
+            f"--ray {address}: no connection ({first_line(error)}); expected auto on a node of a cluster, or "
+            "HOST:PORT of its head from such a node, with RAY_AUTH_MODE=token where the cluster wants a token"
+        ) from None
     try:
         yield ray
     finally:
         with _signal_handlers_kept():
             ray.shutdown()
-
-
-def _no_connection(address: str, error: Exception) -> UsageError:
-    return UsageError(
-        f"--ray {address}: no connection ({first_line(error)}); expected auto on a node of a cluster, or "
-        "HOST:PORT of its head from such a node, with RAY_AUTH_MODE=token where the cluster wants a token"
-    )
 
 
 @contextmanager

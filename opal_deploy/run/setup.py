@@ -17,9 +17,8 @@ from typing import Any
 from opal_deploy.errors import OpalError
 from opal_deploy.logs import Log
 from opal_deploy.options import StrPath, to_arguments
-from opal_deploy.predict.prepare import raise_pillow_limit
+from opal_deploy.predict.prepare import InferenceOptions, raise_pillow_limit
 from opal_deploy.predict.setup import LoadedModel, check_model, fingerprint_file, load_model
-from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.preprocess.decode import Decoding
 from opal_deploy.records.decision import Decision
 from opal_deploy.records.names import unescape_name
@@ -29,15 +28,23 @@ from opal_deploy.records.signatures import Signer
 from opal_deploy.records.tables import TABLES, Format, check_formats, write_table
 from opal_deploy.remote import check_output, is_url, redact, remove_folder, upload_folder
 from opal_deploy.run.directory import IMAGES, InferenceRun, RunDirectory, read_records
-from opal_deploy.run.drawing import ReportOptions, list_evidence, report_facts, report_title
+from opal_deploy.run.drawing import (
+    ReportOptions,
+    SheetBuilder,
+    SheetOptions,
+    check_exact_evidence,
+    list_evidence,
+    load_slot_names,
+    report_facts,
+    report_title,
+)
 from opal_deploy.run.options import InferOptions
 from opal_deploy.run.shards import parse_shard, part_url, plan_shards, shard_dir
-from opal_deploy.run.sheets import SheetBuilder, SheetOptions, check_exact_evidence, load_slot_names
 from opal_deploy.run.summary import Summary
 from opal_deploy.runtime.devices import default_batch, default_workers
 from opal_deploy.sources import discovery
 from opal_deploy.sources.annotations import Crops, Labels, annotate, read_boxes, read_labels
-from opal_deploy.sources.image import InputImage, Skipped
+from opal_deploy.sources.image import InputImage, Skipped, is_image_name
 from opal_deploy.sources.video import NO_VIDEOS, Sampling, VideoOptions, require_pyav
 
 
@@ -107,11 +114,13 @@ class Inputs:
         return self.labels.unused() if self.labels is not None and self.part is None else []
 
     def count(self) -> int | None:
-        """Return the number of records; None if inputs would have to be read, requested over a network or waited for.
+        """Return the number of records; None unless all inputs are folders and image files, without videos.
 
         Listing names takes some 10 µs per image.
         """
-        if self.video.sampling is not None or not all(map(discovery.is_countable, self.images)):
+        if self.video.sampling is not None:
+            return None
+        if not all(os.path.isdir(text) or (os.path.isfile(text) and is_image_name(text)) for text in self.images):
             return None
         return sum(map(self._count_records, self._list_items(Skipped())))
 
@@ -199,15 +208,6 @@ class RunSetup:
             **({"sign": self.signer.fingerprint} if self.signer is not None else {}),
         }
 
-    @property
-    def layout(self) -> dict[str, Any]:
-        """The model's slots, grid and classes for run.json, by which `drift` reads the records; empty without cells."""
-        metadata = self.model.metadata
-        if metadata.evidence != "exact":
-            return {}
-        layout = {"slots": metadata.prototypes_per_class, "grid": list(metadata.grid)}
-        return {"layout": layout | {"classes": metadata.num_classes, "dropped": list(metadata.dropped)}}
-
     def signer_of(self, directory: RunDirectory) -> Callable[[Record], Record] | None:
         """Return what signs the run's records; None: none is signed."""
         return None if self.signer is None else partial(self.signer.sign, run=directory.run_id)
@@ -291,7 +291,7 @@ def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, opti
     slot_names = None
     if options.sheets or options.slot_names is not None:
         check_exact_evidence(metadata, str(path))
-        slot_names = load_slot_names(metadata, None if options.slot_names is None else Path(options.slot_names))
+        slot_names = load_slot_names(metadata, options.slot_names)
     sheets = SheetBuilder(metadata, SheetOptions(names=slot_names, decision=decision)) if options.sheets else None
     sessions = loaded.sessions
     inference = InferenceOptions(
@@ -324,8 +324,8 @@ def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, opti
         )  # fmt: skip
     run = RunOptions(out, inference, report, sheets, formats, options.max_errors, options.log)
     # raises if there is no image
-    found = inputs.find_images()
-    return RunSetup(options, inputs, loaded, run, signer, upload_to, command, devices, runtime, found)
+    all_images = inputs.find_images()
+    return RunSetup(options, inputs, loaded, run, signer, upload_to, command, devices, runtime, all_images)
 
 
 def _parse_out(options: InferOptions) -> tuple[Path, str | None]:

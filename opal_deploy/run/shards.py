@@ -29,8 +29,7 @@ from opal_deploy.records.record import Answered, Record
 from opal_deploy.records.run_files import OVERLAYS, RESULTS, SHARDS, SHEETS, SUMMARY, overlay_name, sheet_name
 from opal_deploy.remote import download_folder
 from opal_deploy.run.directory import RecordWriter, RunConfig, inspect_run_dir, read_records
-from opal_deploy.run.interrupt import Interrupt
-from opal_deploy.run.options import InferOptions
+from opal_deploy.run.options import InferOptions, Interrupt
 from opal_deploy.run.summary import Summary
 from opal_deploy.runtime.devices import available_cpus, default_workers, split_devices
 from opal_deploy.sources.discovery import STDIN

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -17,11 +17,6 @@ from opal_deploy.timing import StageTimer, StageTimes
 
 # names kept as examples
 _MAX_EXAMPLES = 3
-
-
-def _name_first(count: int, names: Sequence[str]) -> str:
-    """Return a number with the first names of the counted things, in one line."""
-    return one_line(f"{count} ({', '.join(names)}{', ...' if count > len(names) else ''})") if names else str(count)
 
 
 def _share(count: int, total: int) -> str:
@@ -62,14 +57,13 @@ class Accuracy:
         counts, judged = self.counts, self.counts["correct"] + self.counts["wrong"]
         yield f"Accuracy: {_share(counts['correct'], judged)}"
         if counts["answered"] < judged:
-            answered, refused = _share(counts["answered_correct"], counts["answered"]), judged - counts["answered"]
-            yield f"  of those answered: {answered}; {refused:,} were refused (abstained or unknown)"
+            yield f"  without abstained and unknown: {_share(counts['answered_correct'], counts['answered'])}"
         reasons = {"failed": "failed", "without_label": "have no label", "label_is_no_class": "have no class's label"}
         if left_out := [f"{counts[key]} {reason}" for key, reason in reasons.items() if counts[key]]:
             yield f"  images that are not counted: {', '.join(left_out)}"
         if self.unused_rows:
-            rows = _name_first(len(self.unused_rows), self.unused_rows[:_MAX_EXAMPLES])
-            yield f"  rows of the labels that match no image: {rows}"
+            rows = f"{len(self.unused_rows)} ({', '.join(self.unused_rows[:_MAX_EXAMPLES])})"
+            yield one_line(f"  rows of the labels that match no image: {rows}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON value for summary.json."""
@@ -164,7 +158,7 @@ class Summary:
         before = f" ({self.resumed} of them before)" if self.resumed else ""
         yield f"{self.total} images{before} in {self.seconds:.1f} s{rate}: {counts or 'nothing to do'}"
         for code, count in self.errors.most_common():
-            yield f"  {code}: {_name_first(count, self.error_examples[code])}"
+            yield one_line(f"  {code}: {count} ({', '.join(self.error_examples[code])})")
         for code, count in self.drawing_errors.most_common():
             yield f"  predicted, but not drawn: {code}: {count}"
         if self.accuracy is not None:

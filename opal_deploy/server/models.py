@@ -16,8 +16,8 @@ from opal_deploy.api.service import Service
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import tensor_specs
 from opal_deploy.predict.explain_tensors import BOX, EXPLAIN_SUFFIX, IMAGE, NAME, RECORD
+from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.predict.setup import check_model
-from opal_deploy.predict.types import InferenceOptions
 from opal_deploy.preprocess.decode import parse_decoding
 from opal_deploy.records.decision import Decision
 from opal_deploy.records.signatures import Signer
@@ -136,7 +136,7 @@ class ServerState:
         service = Service(
             sessions, inference, max_wait=self.options.max_wait / 1e3,
             capacity=self.options.queue or _QUEUED_BATCHES * inference.batch,
-            observe=partial(self.metrics.observe, name), log=self.log.message,
+            observe=partial(self.metrics.observe, name),
         )  # fmt: skip
         # one file per decode process starts them all
         blank = InputImage(None, b"no image")

@@ -88,17 +88,6 @@ def expand(
         raise UsageError(f"{first_source}: {problems[0].error}" if problems else "no image was given")
 
 
-def is_countable(text: str) -> bool:
-    """Return whether the images of an input are counted by listing names on a local disk."""
-    if text == STDIN or is_url(text.removeprefix(LIST_MARK)):
-        return False
-    if os.path.isdir(text):
-        return True
-    if text.startswith(LIST_MARK):
-        return not any(map(is_archive_name, file_lines(Path(text.removeprefix(LIST_MARK)))))
-    return not any(is_archive_name(name) and not name.lower().endswith(".zip") for name in [text, *expand_glob(text)])
-
-
 def check_inputs(inputs: Iterable[str], sampling: Sampling | None = None) -> None:
     """Refuse a call with a misspelt input before anything is loaded or written.
 

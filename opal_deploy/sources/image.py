@@ -74,7 +74,6 @@ class InputImage:
         label: the image's label, if it has one.
         error: why the image cannot be classified, if that is known already: an empty folder, a missing crop.
         index: position among all images of the inputs, from 0; None for an image that `discover` did not find.
-        drawn: the image will be drawn: keep it and its row of the outputs, whatever the options say.
         frame: the place in a video; None for an image that is not a frame.
         detection: position of the crop among the boxes of a detector, see `annotations.Crop`.
         relative: the path from the folder or archive that was searched; the file's name for a file given directly.
@@ -86,7 +85,6 @@ class InputImage:
     label: str | None = None
     error: ImageError | None = None
     index: int | None = None
-    drawn: bool = False
     frame: FrameInfo | None = None
     detection: int | None = None
     relative: str = ""

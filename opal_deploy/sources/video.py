@@ -17,32 +17,34 @@ HDR (PQ, HLG) is refused: without tone mapping its frames would look washed out.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
-import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.errors import ImageError, UsageError, first_line, require
+from opal_deploy.errors import ImageError, UsageError, require
 from opal_deploy.preprocess.decode import MAX_PIXELS, open_file
 from opal_deploy.remote import is_url
 from opal_deploy.sources.image import FrameInfo, InputImage, is_video_name
 from opal_deploy.worker_pool import WorkerCrashed, WorkerPool, WorkerTimeout
 
+_DAMAGED = ImageError("corrupt_frame", "its data, or that of a frame that it is predicted from, is damaged")
 VIDEO_CODES = ("not_a_video", "no_frames", "unsupported_video", "truncated_video", "corrupt_video", "corrupt_frame")
 
 # others may refer to further files, or to the network
 _CONTAINERS = "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,asf,ogg,mxf"
 # AVColorTransferCharacteristic
 _HDR = {16: "PQ", 18: "HLG"}
-# a distant frame takes several calls, so that the time limit applies to lack of progress
-_CALL_SECONDS = 1.0
+# a chosen frame may lie thousands of frames after the one before
+_TIME_LIMITS = 10
 
 
 @dataclass(frozen=True)
@@ -80,50 +82,32 @@ def require_pyav() -> None:
     require("av", "video", "reading videos", pip_name="PyAV (av)")
 
 
-def _decode_video(path: Path, sampling: Sampling, max_pixels: int) -> Iterator[Frame | None]:
-    """Yield the chosen frames, and None at short intervals between them.
-
-    Raises ImageError after the last frame if the video is damaged.
-    """
+def _decode_video(path: Path, sampling: Sampling, max_pixels: int) -> Iterator[Frame]:
+    """Yield the chosen frames; raise ImageError after the last one if the video is damaged."""
     with open_file(path) as file:
-        digest = hashlib.sha256()
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-            yield None
+        digest = hashlib.file_digest(cast(io.BufferedReader, file), "sha256").hexdigest()
         with _open_container(file) as container:
             stream = _find_stream(container, max_pixels)
             rate = stream.average_rate or stream.guessed_rate
-            seconds = offset = next_time = Fraction()
-            matrix: list[int] | None = None
+            start: Fraction | None = None
+            next_time = Fraction()
             for index, (frame, damaged) in enumerate(_decode_frames(container, stream)):
-                base = frame.time_base or stream.time_base
-                is_timed = frame.pts is not None and base is not None
-                expected = seconds + (1 / Fraction(rate) if index and rate else 0)
-                stamp = frame.pts * Fraction(base) if is_timed else expected + offset
-                # time stamps of joined recordings begin again
-                if not index or stamp - offset < seconds:
-                    offset = stamp - expected
-                seconds = stamp - offset
+                base, seconds = frame.time_base or stream.time_base, None
+                if frame.pts is not None and base is not None:
+                    stamp = frame.pts * Fraction(base)
+                    start = stamp if start is None else start
+                    seconds = stamp - start
+                elif rate:
+                    seconds = index / Fraction(rate)
                 if sampling.seconds is None:
                     chosen = index % (sampling.frames or 1) == 0
-                elif not is_timed and not rate:
+                elif seconds is None:
                     raise ImageError("unsupported_video", "it has no time stamps; give --every a number of frames")
                 elif chosen := seconds >= next_time:
                     next_time = (seconds // sampling.seconds + 1) * sampling.seconds
-                if not chosen:
-                    yield None
-                    continue
-                shown = round(float(seconds), 6) if is_timed or rate else None
-                info = FrameInfo(path, index, shown, digest.hexdigest())
-                if damaged:
-                    why = "its data, or that of a frame that it is predicted from, is damaged"
-                    yield Frame(info, ImageError("corrupt_frame", why))
-                    continue
-                if matrix is None:
-                    # once, since only the garbage collector frees a frame whose side data was read
-                    side_data = [data for data in frame.side_data if data.type.name == "DISPLAYMATRIX"]
-                    matrix = np.frombuffer(side_data[0], np.int32).tolist() if side_data else []
-                yield Frame(info, _to_pixels(frame, matrix))
+                if chosen:
+                    shown = None if seconds is None else round(float(seconds), 6)
+                    yield Frame(FrameInfo(path, index, shown, digest), _DAMAGED if damaged else _to_pixels(frame))
 
 
 def _open_container(file: BinaryIO) -> Any:
@@ -171,7 +155,7 @@ def _decode_frames(container: Any, stream: Any) -> Iterator[tuple[Any, bool]]:
     frames = errors = 0
     damaged = is_cut = False
     # of all streams: sound may be longer than the video
-    end, problem = Fraction(), ""
+    end = Fraction()
     try:
         for packet in container.demux():
             if packet.pts is not None and packet.time_base is not None:
@@ -192,66 +176,55 @@ def _decode_frames(container: Any, stream: Any) -> Iterator[tuple[Any, bool]]:
                 frames += 1
                 damaged = frame.is_corrupt or (damaged and not frame.key_frame)
                 yield frame, damaged
-    except av.FFmpegError as error:
-        problem = first_line(error)
+    except av.FFmpegError:
+        errors += 1
     # FFmpeg counts in microseconds; headers round, and count the last frame's duration or not
     duration, start = (Fraction(value or 0, 1_000_000) for value in (container.duration, container.start_time))
     if is_cut or duration - (end - start) > min(Fraction(1), duration / 20):
         raise ImageError("truncated_video", f"it ends early, after {frames} frames; copy or record it again")
-    if errors or problem:
-        reason = problem or f"{errors} of its packets cannot be decoded"
-        raise ImageError("corrupt_video", f"it is damaged: {reason}; what can be read of it was answered")
+    if errors:
+        reason = f"{errors} of its packets cannot be decoded; what can be read of it was answered"
+        raise ImageError("corrupt_video", f"it is damaged: {reason}")
     if not frames:
         raise ImageError("no_frames", "it has no frame")
 
 
-def _to_pixels(frame: Any, matrix: list[int]) -> NDArray[np.uint8]:
-    """Return a frame's pixels, uint8 [H, W, 3] RGB, turned by a display matrix; raise ImageError."""
+def _to_pixels(frame: Any) -> NDArray[np.uint8]:
+    """Return a frame's pixels, uint8 [H, W, 3] RGB, turned as the video says, by quarter turns; raise ImageError."""
     try:
         pixels = frame.to_ndarray(format="rgb24")
     except Exception:  # whatever swscale says
         why = f"its pixels ({frame.format.name}) are not converted to RGB"
         raise ImageError("unsupported_video", why) from None
-    if matrix:
-        # (x, y) becomes (a x + c y, b x + d y): libavutil/display.h; rounded to quarter turns and reflections
-        a, b, _, c, d, *_ = matrix
-        if abs(b) + abs(c) > abs(a) + abs(d):
-            pixels, (a, d) = pixels.transpose(1, 0, 2), (c, b)
-        pixels = pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1]
-    return np.ascontiguousarray(pixels, np.uint8)
+    return np.ascontiguousarray(np.rot90(pixels, round(frame.rotation / 90)), np.uint8)
 
 
-# of a worker process: the video that it is decoding
-_steps: Iterator[Frame | None] | None = None
+# of a worker process: the frames of the video that it is decoding
+_frames: Iterator[Frame] | None = None
 
 
 def _start_in_worker(path: Path, sampling: Sampling, max_pixels: int) -> None:
-    global _steps
-    _steps = _decode_video(path, sampling, max_pixels)
+    global _frames
+    _frames = _decode_video(path, sampling, max_pixels)
 
 
-def _advance_in_worker() -> Frame | bool:
-    """Return the next frame; True: not reached after a while, False: after the last one."""
-    if _steps is None:
+def _next_in_worker() -> Frame | None:
+    """Return the next frame; None after the last one."""
+    if _frames is None:
         raise ImageError("decoder_crashed", "its decoder was killed")
-    until = time.monotonic() + _CALL_SECONDS
-    for frame in _steps:
-        if frame is not None or time.monotonic() > until:
-            return True if frame is None else frame
-    return False
+    return next(_frames, None)
 
 
-def _decode_isolated(pool: WorkerPool, path: Path, sampling: Sampling, options: VideoOptions) -> Iterator[Frame | None]:
+def _decode_isolated(pool: WorkerPool, path: Path, sampling: Sampling, options: VideoOptions) -> Iterator[Frame]:
     """Yield as `_decode_video`, from a process; if that crashes or makes no progress, raise ImageError."""
     try:
         pool.call(_start_in_worker, path, sampling, options.max_pixels)
-        while step := pool.call(_advance_in_worker):
-            yield None if isinstance(step, bool) else step
+        while frame := pool.call(_next_in_worker):
+            yield frame
     except WorkerCrashed as crash:
         raise ImageError("decoder_crashed", f"its decoder {crash}") from None
-    except WorkerTimeout:
-        why = f"its decoder stood still for {options.timeout or 0:g} s; raise --decode-timeout"
-        raise ImageError("decode_timeout", why) from None
+    except WorkerTimeout as timeout:
+        raise ImageError("decode_timeout", f"decoding its next frame {timeout}; raise --decode-timeout") from None
 
 
 @dataclass(frozen=True)
@@ -262,7 +235,7 @@ class VideoOptions:
         sampling: the frames that are taken; None: a video is refused.
         max_pixels: width times height above which a video is refused.
         isolate: decode in a process.
-        timeout: seconds without progress after which the process is killed; None: no limit.
+        timeout: a tenth of the seconds that the next frame may take, with `isolate`; None: no limit.
     """
 
     sampling: Sampling | None = None
@@ -292,8 +265,8 @@ def undivided_error() -> ImageError:
 
 def expand_videos(items: Iterable[InputImage], options: VideoOptions) -> Iterator[InputImage]:
     """Yield the images, with the chosen frames in place of each video, after them an error if it is damaged."""
-    pool = WorkerPool(1, options.timeout) if options.isolate else None
-    try:
+    timeout = None if options.timeout is None else _TIME_LIMITS * options.timeout
+    with WorkerPool(1, timeout) if options.isolate else nullcontext() as pool:
         for item in items:
             if item.error is not None or not isinstance(item.source, Path) or not is_video_name(item.source.name):
                 yield item
@@ -302,9 +275,6 @@ def expand_videos(items: Iterable[InputImage], options: VideoOptions) -> Iterato
             else:
                 require_pyav()
                 yield from _expand_video(item, item.source, options.sampling, options, pool)
-    finally:
-        if pool is not None:
-            pool.close()
 
 
 def _expand_video(
@@ -315,11 +285,10 @@ def _expand_video(
     else:
         frames = _decode_isolated(pool, video, sampling, options)
     try:
-        for frame in frames:
-            if frame is not None:
-                mark, content = f"#frame={frame.info.index:06d}", frame.content
-                error, pixels = (content, None) if isinstance(content, ImageError) else (None, content)
-                named = InputImage.at(Path(f"{video}{mark}"), f"{item.relative}{mark}", error, pixels)
-                yield replace(named, frame=frame.info)
+        for info, content in frames:
+            mark = f"#frame={info.index:06d}"
+            error, pixels = (content, None) if isinstance(content, ImageError) else (None, content)
+            named = InputImage.at(Path(f"{video}{mark}"), f"{item.relative}{mark}", error, pixels)
+            yield replace(named, frame=info)
     except ImageError as error:
         yield replace(item, error=error)

@@ -20,10 +20,9 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import INPUT, Outputs, tensor_specs
 from opal_deploy.errors import OpalError, StoppedEarly, UsageError
 from opal_deploy.predict.decoder_pool import DecoderPool
+from opal_deploy.predict.executor import BatchPredictor
 from opal_deploy.predict.explain_tensors import BOX, IMAGE, NAME, RECORD, build_explain_requests
-from opal_deploy.predict.prediction import BatchPredictor
-from opal_deploy.predict.prepare import raise_pillow_limit
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.prepare import InferenceOptions, raise_pillow_limit
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.records.decision import THRESHOLDS, Decision
 from opal_deploy.records.lines import to_json_line
@@ -135,8 +134,8 @@ class TritonPythonModel:
         for start in range(0, len(requests), self._batch):
             batch = self._decoders.submit(requests[start : start + self._batch]).result()
             try:
-                outputs = self._predictor.run(batch.images, batch.pixels)
-                results = self._predictor.build_results(batch.images, batch.pixels, outputs)
+                outputs = self._predictor.submit(batch.images, batch.pixels)()
+                results = self._predictor.build_results(batch.images, outputs)
             finally:
                 batch.release()
             records += [result.record for result in results]

@@ -12,7 +12,7 @@ from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import INPUT, TensorSpec, tensor_specs
 from opal_deploy.predict.explain_tensors import BOX, EXPLAIN_SUFFIX, IMAGE, NAME, RECORD
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.prepare import InferenceOptions
 
 # smallest, preferred and largest batch of an ONNX file: sizes that `cuda_session.BATCH_SIZES` has
 ONNX_BATCH = BatchRange(1, 8, 64)

@@ -18,7 +18,7 @@ from opal_deploy.artifact.files import compute_sha256, model_kind
 from opal_deploy.artifact.metadata import check_fixed_size
 from opal_deploy.errors import UsageError
 from opal_deploy.predict.explain_tensors import EXPLAIN_SUFFIX
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.triton.explain_model import METADATA_FILE
 from opal_deploy.triton.model_config import (
     MODEL_SHA256,

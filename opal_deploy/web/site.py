@@ -39,7 +39,7 @@ from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.resize import to_display
 from opal_deploy.records.build import RECORDED_OUTPUTS
 from opal_deploy.records.decision import NO_DECISION, Decision
-from opal_deploy.run.sheets import load_atlas
+from opal_deploy.run.drawing import load_atlas
 from opal_deploy.runtime.gates import Gate
 from opal_deploy.synthetic import example_images
 from opal_deploy.synthetic.creatures import MAX_SPECIES, list_species

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from opal_deploy.api.atlas import collect_images
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.sources.image import InputImage
 from opal_deploy.visualization.atlas.collector import AtlasCollector
 from opal_deploy.visualization.atlas.storage import load_atlas, write_atlas

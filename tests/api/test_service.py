@@ -19,7 +19,7 @@ import opal_deploy
 from opal_deploy.api.explanation import Explanation
 from opal_deploy.api.service import Service
 from opal_deploy.errors import StoppedEarly
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.sources.image import InputImage
 from tests.bright import BrightSession, QueuedSession, own_threads
 

@@ -31,7 +31,7 @@ def run(signer, tmp_path):
 
     def write_run(positions=range(COUNT), shard=None, complete=True):
         directory = RunDirectory(tmp_path, {"shard": shard})
-        directory.write_config({})
+        directory.write_config()
         summary, lines = Summary(), []
         for position in positions:
             unsigned = error_record(f"{position}.png", "not_an_image", "", index=position)

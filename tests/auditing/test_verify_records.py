@@ -10,7 +10,7 @@ import pytest
 import opal_deploy
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.auditing.verify_records import CheckOptions, sample_lines, verify_records
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.runtime.onnx_session import OnnxSession
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from opal_deploy.errors import ImageError
 from opal_deploy.predict.decoder_pool import DecoderPool
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.preprocess.decode import Decoding
 from opal_deploy.sources.image import FrameInfo, InputImage
 from opal_deploy.timing import NO_OP_TIMER, StageTimer

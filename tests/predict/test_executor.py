@@ -13,7 +13,7 @@ from PIL import Image
 from opal_deploy.errors import ImageError, OutOfMemory, StoppedEarly, UsageError
 from opal_deploy.predict import prepare
 from opal_deploy.predict.executor import open_decoders, predict_batches, predict_stream
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.preprocess.resize import to_input
 from opal_deploy.records.lines import to_document
 from opal_deploy.runtime.onnx_session import OnnxSession
@@ -197,7 +197,7 @@ def test_a_fixed_batch_fills_every_forward_pass_of_a_session_that_needs_it(count
     assert seen == passes
 
 
-@pytest.mark.parametrize(("runtime", "threads"), [("onnx", 1), ("onnx", 2), ("torch", 1)])
+@pytest.mark.parametrize(("runtime", "threads"), [("onnx", 2), ("torch", 1)])
 def test_one_bad_file_in_a_batch_of_64_changes_not_a_byte_of_the_others(
     exact_model, make_pictures, tmp_path, runtime, threads
 ):
@@ -225,41 +225,28 @@ def test_one_bad_file_in_a_batch_of_64_changes_not_a_byte_of_the_others(
         assert first == run([*images[:6]], 1) == run([*images[:6]], 5)
 
 
-# ---- memory
+# ---- memory and queues
 
 
-def limited(most, error):
-    """Return a session whose memory takes `most` images at a time, and what `watch` returns for it."""
-
-    def check(images):
-        if len(images) > most:
-            raise error
-
-    session = BrightSession()
-    return session, watch(session, check)
-
-
-@pytest.mark.parametrize("error", [OutOfMemory("full"), MemoryError()], ids=["the device's", "the host's"])
-@pytest.mark.parametrize("fixed", [False, True])
-def test_out_of_memory_halves_the_batch_for_good_and_is_reported(error, fixed):
-    (session, seen), messages = limited(4, error), []
-    options = InferenceOptions(batch=16, fixed_batch=fixed)
-    results = predict_stream(shades(range(38)), [session], options, print_message=messages.append)
-    assert [to_document(r.record) for r in results] == predict(shades(range(38)), BrightSession(), batch=16)
-    assert [size for size, _ in seen] == [16, 8, *[4] * 9, 4 if fixed else 2]
-    assert [message.rpartition(" of ")[2] for message in messages] == ["16; going on with 8", "8; going on with 4"]
+@pytest.mark.parametrize("error", [OutOfMemory("full"), MemoryError("full")], ids=["the device's", "the host's"])
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_lack_of_memory_ends_the_run_after_the_records_before(error, queued):
+    session = QueuedSession(error, full_at=2) if queued else BrightSession()
+    if not queued:
+        passes = itertools.count()
+        watch(session, lambda _: next(passes) == 2 and raise_(error))
+    records = []
+    with pytest.raises(OutOfMemory, match=r"batch of 4 .*smaller --batch"):
+        records.extend(r.record for r in predict_stream(shades(range(20)), [session], InferenceOptions(batch=4)))
+    assert len(records) == 8
 
 
-def test_memory_that_is_too_small_for_one_image_stops_the_run():
-    session, seen = limited(0, OutOfMemory("CUDA is full"))
-    with pytest.raises(StoppedEarly, match="CUDA is full"):
-        predict(shades(range(8)), session, batch=8)
-    assert [size for size, _ in seen] == [8, 4, 2, 1]
+def raise_(error):
+    raise error
 
 
-@pytest.mark.parametrize("full_at", [None, 0, 4])
-def test_a_session_with_a_queue_changes_nothing(full_at):
-    session = QueuedSession(full_at)
+def test_a_session_with_a_queue_changes_nothing():
+    session = QueuedSession()
     images = [*shades(range(30)), InputImage("none", shade(3), error=ImageError("no_box", "none"))]
     assert predict(images, session, batch=2) == predict(images, BrightSession(), batch=2)
     assert session.longest

@@ -149,17 +149,6 @@ def test_without_the_faster_library_pillow_resizes(monkeypatch):
     assert difference(resized, pillow_image(JPEG).resize((40, 40), BILINEAR)) == 0
 
 
-# how the camera stored what a viewer shows upright: 6 and 8 are stored turned the other way
-TURNS = ("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_90", "TRANSVERSE", "ROTATE_270")
-
-
-@pytest.mark.parametrize(("orientation", "turn"), list(enumerate(TURNS, 2)))
-def test_every_exif_orientation_shows_the_same_image(orientation, turn):
-    stored = UPRIGHT.transpose(Image.Transpose[turn])
-    for kind in ("PNG", "TIFF"):
-        assert np.array_equal(decoded_pixels(encoded(stored, kind, orientation)), PIXELS)
-
-
 def test_an_image_with_damaged_exif_is_shown_as_it_is_stored():
     stored = encoded(UPRIGHT, exif=b"Exif\0\0II*\0\x08\0\0\0\xff\xff not a directory")
     assert np.array_equal(decoded_pixels(stored), PIXELS)
@@ -211,10 +200,9 @@ def test_a_large_image_converted_in_strips_has_the_same_pixels(monkeypatch, mode
     image = noise.convert("I").convert("I;16") if mode == "I;16" else noise.convert(mode)
     if mode == "RGBA":
         image.putalpha(noise.rotate(180))
-    expected, claims = decode(image), []
+    expected = decode(image)
     monkeypatch.setattr(decode_module, "_LARGE_PIXELS", 4 * 30)
-    assert difference(decode(image, claim=claims.append), expected) == 0
-    assert claims == [30 * 23]
+    assert difference(decode(image), expected) == 0
 
 
 @pytest.mark.parametrize("mode", ["La", "RGBa", "PA", "RGBX", "HSV", "YCbCr", "I;16B"])
@@ -290,12 +278,6 @@ HEIC = base64.b85decode(
 def test_a_file_that_was_cut_is_truncated(kind):
     data = encoded(NOISE, kind)
     assert error_code(data[: len(data) // 2]) == "truncated_image"
-
-
-@pytest.mark.parametrize("kind", ["WEBP", "AVIF", "JPEG2000", "ICO"])
-def test_a_cut_file_that_its_decoder_calls_damaged_is_to_be_copied_again(kind):
-    data = encoded(NOISE, kind)
-    assert "copy or download" in str(error_of(data[: len(data) // 2]))
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
@@ -393,19 +375,3 @@ def test_every_odd_file_decodes_or_has_a_known_code_whatever_decodes_it(odd_imag
     assert set(codes) <= CODES | {"RGB"}
     assert codes.count("RGB") > 90, "Pillow itself decodes about a hundred of them"
     assert [path.name for path in paths if outcome(path, Decoding.fast)[0] != outcomes[path][0]] == []
-
-
-@pytest.mark.data
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("broken__libvips-libvips__truncated.gif", "truncated_image"),
-        ("broken__python-pillow-pillow__broken_data_stream.png", "corrupt_image"),
-        ("broken__python-pillow-pillow__badbitcount.bmp", "unsupported_image"),
-        ("broken__python-pillow-pillow__seek_too_large.tif", "corrupt_image"),
-        ("frames__python-pillow-pillow__chunk_no_fctl.png", "corrupt_image"),
-        ("mislabelled__libvips-libvips__blankpage.svg", "not_an_image"),
-    ],
-)
-def test_real_broken_files_have_their_code(odd_images, name, expected):
-    assert error_code(odd_images / name) == expected

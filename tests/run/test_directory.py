@@ -15,7 +15,7 @@ IDENTITY = {"images": ["in/"], "model": MODEL, "top": 3, "explain": False, "boxe
 def begin(root, *, finish=False, **changes):
     """A run that is killed after its first record, or finished with it."""
     with acquire_run_dir(root, {**IDENTITY, **changes}, overwrite=False) as folder:
-        folder.write_config({})
+        folder.write_config()
         (folder.root / "results.jsonl").write_text("{}\n")
         if finish:
             folder.write_summary(Summary(), {})
@@ -110,7 +110,7 @@ def test_overwriting_clears_an_earlier_runs_files_and_no_others(tmp_path):
 
 def test_a_second_run_in_the_same_place_is_refused_until_the_first_ends(tmp_path):
     with acquire_run_dir(tmp_path, IDENTITY, overwrite=False) as folder:
-        folder.write_config({})
+        folder.write_config()
         for overwrite in (False, True):
             with pytest.raises(UsageError, match="another process"):
                 look(tmp_path, overwrite=overwrite)

@@ -13,12 +13,17 @@ from opal_deploy.api.atlas import collect_images
 from opal_deploy.errors import UsageError
 from opal_deploy.predict import prepare
 from opal_deploy.predict.executor import predict_stream
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.records.names import find_common_folder
 from opal_deploy.run.directory import read_records
-from opal_deploy.run.drawing import ReportOptions, open_report, report_title
+from opal_deploy.run.drawing import (
+    ReportOptions,
+    SheetBuilder,
+    SheetOptions,
+    open_report,
+    report_title,
+)
 from opal_deploy.run.setup import RunOptions
-from opal_deploy.run.sheets import SheetBuilder, SheetOptions, check_attention
 from opal_deploy.sources.image import InputImage
 from opal_deploy.visualization.atlas.collector import AtlasCollector
 from opal_deploy.visualization.atlas.storage import write_atlas
@@ -191,7 +196,6 @@ def test_an_export_with_attention_shows_it_on_request(tmp_path, heatmap):
     session.metadata = replace(session.metadata, outputs=("logits", "argmax", "scores", "attention"))
     plain_run, maps = session.run, np.random.default_rng(0).random((1, 4, 4, 4)).astype(np.float32)
     session.run = lambda images: replace(plain_run(images), attention=maps)
-    check_attention(session.metadata, "m.onnx")
     for slot in build(session, save(tmp_path / "a.png"), SheetOptions(heatmap=heatmap)).content.predicted.slots:
         assert (slot.attention == maps[0, slot.channel]).all() if heatmap else slot.attention is None
 

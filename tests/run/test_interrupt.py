@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from opal_deploy.run.interrupt import handle_signals
+from opal_deploy.run.options import handle_signals
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

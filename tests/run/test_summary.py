@@ -28,17 +28,6 @@ def summary_of(*records, labels=False):
     return summary
 
 
-def test_accuracy_is_of_all_predictions_and_of_those_that_were_not_refused():
-    records = [answered("a", label="a")] * 20 + [answered("a", label="b")] * 3
-    records += [answered("a", label="a", status="abstained"), answered("a", label="c", status="unknown")]
-    summary = summary_of(*records, labels=True)
-    lines = list(summary.describe())
-    assert "Accuracy: 21 of 25 (84.00%)" in lines
-    assert "  of those answered: 20 of 23 (86.96%); 2 were refused (abstained or unknown)" in lines
-    document = summary.to_dict()["accuracy"]
-    assert (document["answered"], document["answered_correct"]) == (23, 20)
-
-
 def test_records_are_counted_by_class_and_by_error():
     summary = summary_of(
         answered("b"), answered("a"), answered("b", status="abstained"), failed("empty_file"), failed()
@@ -64,15 +53,9 @@ def test_accuracy_counts_images_whose_label_is_a_class():
     assert accuracy.to_dict() == {"accuracy": 2 / 3, **counts, "rows_without_image": 0}
     assert [*accuracy.describe()] == [
         "Accuracy: 2 of 3 (66.67%)",
-        "  of those answered: 1 of 2 (50.00%); 1 were refused (abstained or unknown)",
+        "  without abstained and unknown: 1 of 2 (50.00%)",
         "  images that are not counted: 1 failed, 1 have no label, 2 have no class's label",
     ]
-
-
-def test_an_accuracy_of_nothing_is_none():
-    accuracy = summary_of(failed(label="a"), labels=True).accuracy
-    assert accuracy.to_dict()["accuracy"] is None
-    assert next(accuracy.describe()) == "Accuracy: none"
 
 
 def test_more_errors_than_the_limit_stop_the_run():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from opal_deploy.predict.types import InferenceOptions
+from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.server import process
 from opal_deploy.server.app import create_app
 from opal_deploy.server.models import ServerState

@@ -3,7 +3,6 @@
 import io
 
 import pytest
-from botocore.exceptions import ClientError
 
 from opal_deploy import remote
 from opal_deploy.errors import ImageError, MissingExtra, StoppedEarly, UsageError
@@ -122,13 +121,6 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setattr("opal_deploy.errors.is_installed", lambda name: name != "s3fs")
     with pytest.raises(MissingExtra, match=r"opal-deploy\[s3\]"):
         RemoteFile.parse("s3://b/a.jpg")
-
-
-EXPIRED = {"Error": {"Code": "400", "Message": "Bad Request"}, "ResponseMetadata": {"HTTPStatusCode": 400}}
-
-
-def test_an_error_without_words_says_what_it_may_be():
-    assert "expired" in str(remote.to_image_error(ClientError(EXPIRED, "HeadObject")))
 
 
 def test_a_finished_run_is_uploaded_and_its_summary_last(s3, s3_endpoint, use_endpoint, tmp_path):

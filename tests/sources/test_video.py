@@ -43,11 +43,10 @@ def test_frames_are_chosen_by_number_or_by_time(tmp_path, name, codec, options):
         assert number_of(item.source) == item.frame.index
 
 
-@pytest.mark.parametrize(("rotation", "turn"), [((-90, False), -1), ((180, False), 2), ((90, True), 1)])
+@pytest.mark.parametrize(("rotation", "turn"), [(-90, -1), (180, 2)])
 def test_a_phone_s_rotation_is_applied(tmp_path, rotation, turn):
     (item,), _ = read_all(write_video(tmp_path / "phone.mp4", frames=1, rotation=rotation))
     expected = np.rot90(picture(0), turn)
-    expected = expected[:, ::-1] if rotation[1] else expected
     assert item.source.shape == expected.shape
     assert np.abs(item.source.astype(int) - expected).mean() < 4
 
@@ -85,12 +84,6 @@ def test_a_damaged_frame_of_motion_jpeg_never_shows_another_frame(tmp_path, star
     assert code == "corrupt_video"
 
 
-def test_joined_recordings_have_times_that_go_on(tmp_path):
-    clip = write_video(tmp_path / "a.ts")
-    clip.write_bytes(2 * clip.read_bytes())
-    assert [item.frame.index for item in read_all(clip, "1s")[0]] == [0, 10, 20, 30, 40, 50]
-
-
 def test_what_is_no_video_of_use_is_named(tmp_path):
     (tmp_path / "text.mp4").write_text("no video")
     (tmp_path / "empty.mp4").touch()
@@ -114,10 +107,10 @@ def test_a_sampling_is_frames_or_seconds(text):
 
 
 def test_a_video_that_crashes_its_decoder_or_stops_it_costs_no_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(video, "_advance_in_worker", crash_at_ten)
+    monkeypatch.setattr(video, "_next_in_worker", crash_at_ten)
     names = ["crash.mp4", "stop.mp4", "good.mp4"]
     videos = [InputImage.at(write_video(tmp_path / name)) for name in names]
-    options = VideoOptions(Sampling.parse("1"), isolate=True, timeout=5)
+    options = VideoOptions(Sampling.parse("1"), isolate=True, timeout=0.5)
     items = list(expand_videos(videos, options))
     by_video = {name: [item for item in items if Path(item.name).name.startswith(name)] for name in names}
     assert [len(by_video[name]) for name in names] == [11, 11, FRAMES]
@@ -126,6 +119,6 @@ def test_a_video_that_crashes_its_decoder_or_stops_it_costs_no_other(tmp_path, m
 
 
 def test_a_decoder_that_was_killed_between_two_frames_loses_none_in_silence(monkeypatch):
-    monkeypatch.setattr(video, "_steps", None)
+    monkeypatch.setattr(video, "_frames", None)
     with pytest.raises(ImageError, match="killed"):
-        video._advance_in_worker()
+        video._next_in_worker()
