@@ -44,8 +44,7 @@ def convert_results(results: StrPath, options: ConvertOptions) -> Any:
     Raises:
         UsageError: the results cannot be read, or an option does not fit the format.
     """
-    from opal_deploy.artifact.files import atomic_write
-    from opal_deploy.artifact.output_file import check_output
+    from opal_deploy.artifact.files import atomic_write, check_output
     from opal_deploy.auditing.results import Results, find_results, read_run_options
     from opal_deploy.records.converters import to_coco
     from opal_deploy.records.run_files import RUN, SUMMARY

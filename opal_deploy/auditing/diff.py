@@ -62,8 +62,7 @@ def diff(before: StrPath, after: StrPath, options: DiffOptions) -> DiffReport:
     Raises:
         UsageError: a file cannot be read, or no image is in both results.
     """
-    from opal_deploy.artifact.files import atomic_write
-    from opal_deploy.artifact.output_file import check_output
+    from opal_deploy.artifact.files import atomic_write, check_output
     from opal_deploy.auditing.model_diff import compare_results, render_page
     from opal_deploy.auditing.results import RecordIndex, find_results, is_results
     from opal_deploy.predict.prepare import raise_pillow_limit

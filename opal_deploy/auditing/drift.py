@@ -100,7 +100,7 @@ def find_drift(results: StrPath | Sequence[Record | Mapping[str, Any]], options:
         UsageError: a file cannot be read, the results are not the model's, or there are too few.
     """
     require("scipy", "drift", "drift")
-    from opal_deploy.artifact.output_file import check_output
+    from opal_deploy.artifact.files import check_output
     from opal_deploy.auditing.observed import Observed
     from opal_deploy.auditing.results import Results
     from opal_deploy.records.drift import DriftCounts

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from opal_deploy._version import __version__
 from opal_deploy.artifact.drops import check_drops, name_slot, parse_slots, read_drops, write_slot
-from opal_deploy.artifact.files import ModelKind, compute_sha256, model_kind, remove_temporary_files
+from opal_deploy.artifact.files import ModelKind, check_output, compute_sha256, model_kind, remove_temporary_files
 from opal_deploy.artifact.measurements import Calibration
 from opal_deploy.artifact.metadata import Metadata, check_all_outputs
-from opal_deploy.artifact.output_file import check_output
 from opal_deploy.editing.options import EditOptions
 from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.options import StrPath, keywords, to_arguments

@@ -9,7 +9,7 @@ and reach a finer stride by removing the later strides.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -79,9 +79,9 @@ def find_cut(
         end = nodes[_find_pooling_input(name, [names.get(node, "") for node in nodes])]
     last = _cut_at(names[end], shapes.get(end)) if isinstance(end, fx.Node) else None
     if last is None:
-        found = shapes.get(end) if isinstance(end, fx.Node) else "of several tensors"
+        shape = shapes.get(end) if isinstance(end, fx.Node) else "of several tensors"
         raise UsageError(
-            f"backbone {name!r}: a {_PROBE_SIZE}-pixel input gives features {found}, not a grid [N, D, H, W] of cells "
+            f"backbone {name!r}: a {_PROBE_SIZE}-pixel input gives features {shape}, not a grid [N, D, H, W] of cells "
             "that tile the image; use a network with padded convolutions, such as resnet18"
         )
     if stride is None or stride == last.stride:
@@ -94,7 +94,7 @@ def find_cut(
     if stride not in cuts:
         raise UsageError(
             f"stride {stride}: {name} has no feature map of this stride that all later layers go through; it has "
-            f"{', '.join(str(each) for each in sorted(cuts, reverse=True) if each > 1)}"
+            f"{', '.join(str(known) for known in sorted(cuts, reverse=True) if known > 1)}"
         )
     return cuts[stride]
 
@@ -121,8 +121,14 @@ def find_unstrided_cut(
     """
     unstrided = _find_coarsening_modules(model.eval(), stride)
     remove_strides(model, unstrided)
-    _check_tiling(name, model, stride, unstrided)
-    cut = find_cut(name, model, tracer_options=tracer_options)
+    try:
+        cut = find_cut(name, model, tracer_options=tracer_options)
+    except UsageError as error:
+        # such as a convolution without padding, which loses cells
+        raise UsageError(
+            f"--keep-layers: {name} has no grid at stride {stride} with all of its layers ({error}); leave "
+            "--keep-layers out"
+        ) from None
     if cut.stride != stride:
         raise UsageError(
             f"--keep-layers: {name} ends at stride {cut.stride}, not {stride}, although all of its convolutions and "
@@ -158,19 +164,19 @@ def extract_classifier(
     tracer, traced = _trace(name, model.eval(), tracer_options)
     # the copy knows its modules, without which dead code is not recognised, and keeps the nodes' order
     graph = fx.GraphModule(tracer.root, traced).graph
-    names = [tracer.node_to_qualname.get(each) for each in traced.nodes]
+    names = [tracer.node_to_qualname.get(traced_node) for traced_node in traced.nodes]
     nodes = dict(zip(names, list(graph.nodes), strict=True))
     with graph.inserting_before(next(iter(graph.nodes))):
         features = graph.placeholder("features")
     nodes[node].replace_all_uses_with(features)
     graph.eliminate_dead_code()
-    for each in list(graph.nodes):
-        if each.op == "placeholder" and each is not features:
-            if each.users:
+    for placeholder in list(graph.nodes):
+        if placeholder.op == "placeholder" and placeholder is not features:
+            if placeholder.users:
                 raise UsageError(
                     f"backbone {name!r}: its classifier needs more than the last feature map; use --head linear"
                 )
-            graph.erase_node(each)
+            graph.erase_node(placeholder)
     return fx.GraphModule(tracer.root, graph)
 
 
@@ -208,54 +214,28 @@ def _find_coarsening_modules(model: nn.Module, stride: int) -> tuple[str, ...]:
     They have an attribute `stride`. Only modules without children slide: a block may have one to choose its layers
     (ShuffleNet).
     """
-    found: dict[str, None] = {}  # in the order they run, once each
+    coarsening: dict[str, None] = {}  # in the order they run, once each
 
-    def record(path: str, inputs: Any, output: Any) -> None:
-        is_map = bool(inputs) and isinstance(inputs[0], Tensor) and inputs[0].dim() == 4
-        if is_map and inputs[0].shape[2] * stride <= _PROBE_SIZE and output.shape[2] < inputs[0].shape[2]:
-            found[path] = None
+    def record(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            is_map = bool(inputs) and isinstance(inputs[0], Tensor) and inputs[0].dim() == 4
+            if is_map and inputs[0].shape[2] * stride <= _PROBE_SIZE and output.shape[2] < inputs[0].shape[2]:
+                coarsening[path] = None
 
-    sliding = [path for path, each in model.named_modules() if hasattr(each, "stride") and not list(each.children())]
-    _run_with_hooks(model, sliding, record)
-    return tuple(found)
+        return hook
 
-
-def _check_tiling(name: str, model: nn.Module, stride: int, modules: Sequence[str]) -> None:
-    """Raise UsageError where a module that was given stride 1 loses cells, or the network does not run."""
-
-    def check(path: str, inputs: Any, output: Any) -> None:
-        before, after = inputs[0].shape[2], output.shape[2]
-        if before != after:
-            raise UsageError(
-                f"--keep-layers: at stride 1 {path} of {name} makes {after}x{after} cells of {before}x{before} for "
-                "lack of padding, which do not tile the image; leave --keep-layers out, or use a network with padded "
-                "convolutions, such as resnet50"
-            )
-
-    try:
-        _run_with_hooks(model, modules, check)
-    except UsageError:
-        raise
-    except Exception as error:  # the network's own: RuntimeError for shapes that do not fit, ...
-        raise UsageError(
-            f"--keep-layers: {name} does not run at stride {stride} with all of its layers ({first_line(error)}); "
-            "leave --keep-layers out"
-        ) from None
-
-
-def _run_with_hooks(model: nn.Module, modules: Iterable[str], hook: Callable[[str, Any, Any], None]) -> None:
-    """Run a network on one image and call `hook` with the path, inputs and output of each of the modules."""
-
-    def bind(path: str) -> Callable[..., None]:
-        return lambda module, inputs, output: hook(path, inputs, output)
-
-    handles = [model.get_submodule(path).register_forward_hook(bind(path)) for path in modules]
+    handles = [
+        module.register_forward_hook(record(path))
+        for path, module in model.named_modules()
+        if hasattr(module, "stride") and not list(module.children())
+    ]
     try:
         with torch.no_grad():
             model(_empty_image(_PROBE_SIZE))
     finally:
         for handle in handles:
             handle.remove()
+    return tuple(coarsening)
 
 
 def _empty_image(size: int) -> Tensor:
@@ -268,7 +248,7 @@ def _trace(name: str, model: nn.Module, tracer_options: Mapping[str, Any]) -> tu
 
     # as in `create_feature_extractor`, so that the nodes get the same names
     operators = [
-        each for each in vars(torchvision.ops).values() if isinstance(each, type) and issubclass(each, nn.Module)
+        kind for kind in vars(torchvision.ops).values() if isinstance(kind, type) and issubclass(kind, nn.Module)
     ]
     tracer = NodePathTracer(
         autowrap_modules=(math, torchvision.ops),

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from opal_deploy.artifact.files import read_secret
 from opal_deploy.errors import UsageError, require
 from opal_deploy.logs import Log, WarningLine
 from opal_deploy.options import StrPath
@@ -201,7 +200,8 @@ def _read_public_key(path: StrPath) -> Ed25519PublicKey:
 
 def _read_pem(path: StrPath, option: str) -> bytes:
     try:
-        data = read_secret(path, _MAX_KEY_BYTES + 1)
+        with open(path, "rb") as stream:
+            data = stream.read(_MAX_KEY_BYTES + 1)
     except OSError as error:
         raise UsageError(f"{option}: cannot be read ({error.strerror or error}); expected a PEM file") from None
     if b"-----BEGIN " not in data:

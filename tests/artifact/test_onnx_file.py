@@ -55,7 +55,7 @@ def test_files_that_are_not_ours_are_refused_in_one_line(tmp_path):
     with pytest.raises(ArtifactError, match="without opal metadata"):
         onnx_file.read_metadata(path)
     formats = [b"", b"\0", b"\x08", b"hello world", b"\xff" * 100, b"PK\3\4" + b"\0" * 50]
-    for content in formats + [source.randbytes(length) for length in (1, 2, 5, 10, 50, 500) * 20]:
+    for content in formats + [source.randbytes(length) for length in (1, 5, 50, 500) * 10]:
         path.write_bytes(content)
         with pytest.raises(ArtifactError) as error:
             onnx_file.read_metadata(path)

@@ -9,8 +9,7 @@ from torch.utils._pytree import tree_leaves
 from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.opal_head import head_constant
 from opal_deploy.model.config import DISTANCES, HeadConfig
-from opal_deploy.model.distances import compute_distances
-from opal_deploy.model.head import OpalHead
+from opal_deploy.model.head import OpalHead, compute_distances
 from tests.builders import build_anchors
 
 # of z and the anchors a, float64 [N, C, K]
@@ -60,7 +59,7 @@ def assert_as_defined(z, num_classes, m, distance):
 
 
 @each_distance
-@pytest.mark.parametrize(("num_classes", "m"), [(2, 1), (2, 5), (3, 1), (7, 2), (10, 5), (200, 5)])
+@pytest.mark.parametrize(("num_classes", "m"), [(2, 1), (3, 2), (200, 5)])
 class TestEmbeddingsOfASoftmax:
     def test_usual_and_peaked_ones_agree_with_the_definition(self, distance, num_classes, m):
         for gain in (0.01, 1.0, 10.0):
@@ -91,7 +90,7 @@ def test_embeddings_with_negative_entries_agree_with_the_definition(distance):
 
 
 @each_distance
-@pytest.mark.parametrize("off", [0.0, 1e-9, 1e-7, 1e-5, 1e-3])
+@pytest.mark.parametrize("off", [0.0, 1e-7, 1e-3])
 def test_gradients_are_finite_at_and_near_an_anchor(distance, off):
     z = (build_anchors(4, 5) + off * rand(4, 20)).requires_grad_(True)
     distances(z, 5, distance).sum().backward()
