@@ -96,7 +96,7 @@ class TestVectors(Struct):
     images: tuple[str, ...] = ()
 
 
-class PretrainedConfig(Struct):
+class TimmConfig(Struct):
     """How the makers of a backbone's weights prepared images, after timm."""
 
     crop_mode: str
@@ -109,7 +109,7 @@ class PretrainedConfig(Struct):
 class Weights(Struct):
     """The weights that training began with."""
 
-    pretrained_cfg: PretrainedConfig | None = None
+    pretrained_cfg: TimmConfig | None = None
 
 
 class Start(Struct):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from msgspec import Struct
+
+from opal_deploy.artifact.documents import check_document
 from opal_deploy.artifact.files import read_toml
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.errors import UsageError, suggest_names
+from opal_deploy.errors import ArtifactError, UsageError, first_line, suggest_names
 
 _EXPECTED = 'expected a line such as drop = ["Gull/2", "Gull/4"]'
 # characters of a slot's name in a message
 _SHOWN = 80
+
+
+class _DropsFile(Struct, forbid_unknown_fields=True):
+    drop: list[str]
 
 
 SlotName = str | tuple[str, int]
@@ -35,28 +41,30 @@ def parse_slots(slots: Iterable[SlotName], metadata: Metadata, option: str) -> l
     channels: list[int] = []
     for text in map(write_slot, slots):
         label, slash, number = text.rpartition("/")
-        given = f"{option} {text[:_SHOWN]!r}"
+        origin = f"{option} {text[:_SHOWN]!r}"
         if not slash and _is_index(number, metadata.num_prototypes):
-            _append(channels, int(number), given)
+            _append(channels, int(number), origin)
             continue
         if not metadata.is_opal:
             raise UsageError(
-                f"{given}: classes share prototypes; give a prototype's number, 0 to {metadata.num_prototypes - 1}"
+                f"{origin}: classes share prototypes; give a prototype's number, 0 to {metadata.num_prototypes - 1}"
             )
         if not slash:
-            raise UsageError(f"{given}: expected CLASS/SLOT, such as {metadata.class_names[0]}/0")
+            raise UsageError(f"{origin}: expected CLASS/SLOT, such as {metadata.class_names[0]}/0")
         if label not in metadata.class_names:
             similar = suggest_names(label, metadata.class_names)
-            raise UsageError(f"{given}: the model has no class {label[:_SHOWN]!r}; see `opal-deploy inspect`{similar}")
+            raise UsageError(f"{origin}: the model has no class {label[:_SHOWN]!r}; see `opal-deploy inspect`{similar}")
         class_id = metadata.class_names.index(label)
         size = int(metadata.class_map.sizes[class_id])
         if not _is_index(number, size):
-            raise UsageError(f"{given}: {label} has no slot {number[:_SHOWN]!r}; expected 0 to {size - 1}")
+            raise UsageError(f"{origin}: {label} has no slot {number[:_SHOWN]!r}; expected 0 to {size - 1}")
         same = [index for index, name in enumerate(metadata.class_names) if name == label]
         if len(same) > 1:
-            found = [str(metadata.class_map.channel_of(index, int(number))) for index in same]
-            raise UsageError(f"{given}: {len(same)} classes have that name; give the channel: {' or '.join(found)}")
-        _append(channels, metadata.class_map.channel_of(class_id, int(number)), given)
+            same_slots = [str(metadata.class_map.channel_of(index, int(number))) for index in same]
+            raise UsageError(
+                f"{origin}: {len(same)} classes have that name; give the channel: {' or '.join(same_slots)}"
+            )
+        _append(channels, metadata.class_map.channel_of(class_id, int(number)), origin)
     return channels
 
 
@@ -64,9 +72,9 @@ def _is_index(text: str, size: int) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 10 and int(text) < size
 
 
-def _append(channels: list[int], channel: int, given: str) -> None:
+def _append(channels: list[int], channel: int, origin: str) -> None:
     if channel in channels:
-        raise UsageError(f"{given}: given twice")
+        raise UsageError(f"{origin}: given twice")
     channels.append(channel)
 
 
@@ -100,14 +108,6 @@ def read_drops(path: Path) -> list[str]:
         UsageError: the file cannot be read, is not TOML, or has another form.
     """
     try:
-        document = read_toml(path)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror or error}); {_EXPECTED}") from None
-    except ValueError as error:
-        raise UsageError(f"{path}: not TOML ({error}); {_EXPECTED}") from None
-    if document.keys() != {"drop"}:
-        raise UsageError(f"{path}: found the keys {reprlib.repr(list(document))}; {_EXPECTED} and nothing else")
-    drops = document["drop"]
-    if not isinstance(drops, list) or not all(isinstance(each, str) for each in drops):
-        raise UsageError(f"{path}: drop is not a list of texts; {_EXPECTED}")
-    return drops
+        return check_document(read_toml(path), _DropsFile, str(path)).drop
+    except (OSError, ValueError, ArtifactError) as error:
+        raise UsageError(f"{path}: cannot be read ({first_line(error)}); {_EXPECTED}") from None

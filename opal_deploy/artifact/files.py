@@ -163,34 +163,15 @@ def lock_directory(folder: Path) -> Iterator[None]:
     Raises:
         UsageError: another process works there, or the folder cannot be written.
     """
-    if sys.platform == "win32":  # it has no such locks
-        yield
-        return
     made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        while True:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                locked = _try_lock(handle)
-            except OSError:
-                os.close(handle)
-                raise
-            if locked is None:
-                break
-            if not locked:
-                os.close(handle)
-                raise UsageError(
-                    f"{folder}: another process is working there; wait for it, or give another --out"
-                ) from None
-            # its previous owner may have removed the file in between
-            with suppress(FileNotFoundError):
-                if os.fstat(handle).st_ino == path.stat().st_ino:
-                    break
-            os.close(handle)
+        handle = _open_locked(path)
     except OSError as error:
         raise UsageError(f"{folder}: cannot be written ({error.strerror or error}); give another --out") from None
+    if handle is None:
+        raise UsageError(f"{folder}: another process is working there; wait for it, or give another --out")
     try:
         yield
     finally:
@@ -200,9 +181,23 @@ def lock_directory(folder: Path) -> Iterator[None]:
         _remove_empty(made)
 
 
+def _open_locked(path: Path) -> int | None:
+    """Return the handle of a file that is locked, and created if missing; None if another process has locked it."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        if _try_lock(handle) is False:
+            os.close(handle)
+            return None
+        # its previous owner may have removed the file in between
+        with suppress(FileNotFoundError):
+            if os.fstat(handle).st_ino == path.stat().st_ino:
+                return handle
+        os.close(handle)
+
+
 def _try_lock(handle: int) -> bool | None:
     """Lock an open file until it is closed; False if another process has, None if the file system has no locks."""
-    if sys.platform == "win32":
+    if sys.platform == "win32":  # it has no such locks
         return None
     import fcntl
 

@@ -238,7 +238,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
             f"{path}: names {len(stored_names)} classes but its network has {config.num_classes}; train it again"
         )
     network = OpalNetwork(config)
-    _load_state(path, network, state)
+    state_dicts.load_exactly(network, state, _misfit(path, config))
     try:
         network.neighbours = Neighbours.from_dict(
             raw.get("neighbours") or {}, network.backbone.num_features, config.num_classes
@@ -268,7 +268,7 @@ def _load_foreign(
     if arch is None:
         config, state, assumed = authors_checkpoint.parse(path, raw, assumptions)
         network = OpalNetwork(config)
-        _load_state(path, network, state)
+        state_dicts.load_exactly(network, state, _misfit(path, config))
     else:
         network = prototype_checkpoint.load_network(path, raw, arch, assumptions.input_size)
         assumed = {"arch": Path(arch).name, "input_size": list(assumptions.input_size)}
@@ -283,14 +283,8 @@ def _load_foreign(
     )
 
 
-def _load_state(path: Path, network: OpalNetwork, state: dict[str, Tensor]) -> None:
-    """Load a state dict strictly; one error names every wrong key."""
-    shapes = state_dicts.get_shapes(network.state_dict())
-    if errors := state_dicts.describe_key_errors(shapes, state_dicts.get_shapes(state)):
-        raise CheckpointError(
-            f"{path} does not fit {network.config.backbone} with {network.config.num_classes} classes: {errors}"
-        )
-    network.load_state_dict(state, strict=False)
+def _misfit(path: Path, config: NetworkConfig) -> str:
+    return f"{path} does not fit {config.backbone} with {config.num_classes} classes"
 
 
 def _check_class_names(path: Path, names: list[str], num_classes: int) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
 
 from opal_deploy.errors import UsageError, first_line
 
@@ -48,10 +49,7 @@ class Cut:
 
 
 def find_cut(
-    name: str,
-    model: nn.Module,
-    stride: int | None = None,
-    tracer_options: Mapping[str, Any] = _NO_OPTIONS,
+    name: str, model: nn.Module, stride: int | None = None, tracer_options: Mapping[str, Any] = _NO_OPTIONS
 ) -> Cut:
     """Return the feature map that a network ends with, or the last one of a stride.
 
@@ -70,10 +68,11 @@ def find_cut(
     tracer, graph = _trace(name, model, tracer_options)
     nodes = list(graph.nodes)
     names = tracer.node_to_qualname
-    recorder = _ShapeRecorder(fx.GraphModule(tracer.root, graph))
     with torch.no_grad():
-        recorder.run(_empty_image(_PROBE_SIZE))
-    shapes = recorder.shapes
+        ShapeProp(fx.GraphModule(tracer.root, graph)).propagate(_empty_image(_PROBE_SIZE))
+    # parameters (`get_attr`) are no feature maps
+    results = {node: node.meta.get("tensor_meta") for node in nodes if node.op != "get_attr"}
+    shapes = {node: list(result.shape) for node, result in results.items() if isinstance(result, TensorMetadata)}
     end = nodes[-1].args[0]
     if isinstance(end, fx.Node) and len(shapes.get(end, ())) == 2:  # logits
         end = nodes[_find_pooling_input(name, [names.get(node, "") for node in nodes])]
@@ -100,10 +99,7 @@ def find_cut(
 
 
 def find_unstrided_cut(
-    name: str,
-    model: nn.Module,
-    stride: int,
-    tracer_options: Mapping[str, Any] = _NO_OPTIONS,
+    name: str, model: nn.Module, stride: int, tracer_options: Mapping[str, Any] = _NO_OPTIONS
 ) -> Cut:
     """Return the last feature map of a network in which no layer coarsens a map of `stride` further.
 
@@ -111,10 +107,9 @@ def find_unstrided_cut(
     of layers stay, as in PIP-Net (Nauta et al., CVPR 2023). Kernels are not dilated.
 
     Args:
-        name: the network's name, for errors.
+        name, tracer_options: see `find_cut`.
         model: on the device `meta`; set to evaluation mode, and its strides are changed.
         stride: input pixels per cell, less than the network's own.
-        tracer_options: `leaf_modules` and `autowrap_functions`, which are not traced through.
 
     Raises:
         UsageError: the cells would not tile the image, or something other than a module's stride coarsens the map.
@@ -145,18 +140,14 @@ def remove_strides(model: nn.Module, modules: Iterable[str]) -> None:
 
 
 def extract_classifier(
-    name: str,
-    model: nn.Module,
-    node: str,
-    tracer_options: Mapping[str, Any] = _NO_OPTIONS,
+    name: str, model: nn.Module, node: str, tracer_options: Mapping[str, Any] = _NO_OPTIONS
 ) -> nn.Module:
     """Return the layers after a feature map: features [N, D, H, W] to logits [N, C].
 
     Args:
-        name: the network's name, for errors.
+        name, tracer_options: see `find_cut`.
         model: a classifier; set to evaluation mode, and the result shares its layers under their names.
         node: the feature map, as `find_cut` names it.
-        tracer_options: `leaf_modules` and `autowrap_functions`, which are not traced through.
 
     Raises:
         UsageError: the network cannot be traced, or its logits depend on more than this feature map.
@@ -178,21 +169,6 @@ def extract_classifier(
                 )
             graph.erase_node(placeholder)
     return fx.GraphModule(tracer.root, graph)
-
-
-class _ShapeRecorder(fx.Interpreter):
-    """Runs a graph and keeps the shape of every call's tensor."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.shapes: dict[fx.Node, list[int]] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        # parameters (`get_attr`) are no feature maps
-        if isinstance(result, Tensor) and n.op != "get_attr":
-            self.shapes[n] = list(result.shape)
-        return result
 
 
 def _check_sizes(name: str, model: nn.Module) -> None:

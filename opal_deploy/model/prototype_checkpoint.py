@@ -18,10 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec.yaml
 import torch
 from torch import Tensor, nn
 
-from opal_deploy.errors import CheckpointError, UsageError, require
+from opal_deploy.errors import CheckpointError, UsageError, first_line, require
 from opal_deploy.model import backbones, state_dicts
 from opal_deploy.model.backbones import Backbone
 from opal_deploy.model.linear_head import LinearHead, LinearHeadConfig, LinearNetwork, LinearNetworkConfig
@@ -78,10 +79,7 @@ def load_network(path: Path, raw: Mapping[str, Any], arch: str, input_size: tupl
     except KeyError as error:
         raise CheckpointError(f"{path}: its state dict has no {error.args[0]}, which --arch {arch} has") from None
     holder = nn.ModuleDict({"body": parts.backbone.body, "add_on": parts.add_on})
-    shapes = state_dicts.get_shapes(parts.state)
-    if errors := state_dicts.describe_key_errors(state_dicts.get_shapes(holder.state_dict()), shapes):
-        raise CheckpointError(f"{path} does not fit --arch {arch}: {errors}")
-    holder.load_state_dict({key: value.float() for key, value in parts.state.items()}, strict=False)
+    state_dicts.load_exactly(holder, parts.state, f"{path} does not fit --arch {arch}")
     head = LinearHead(parts.config, parts.add_on, parts.weights, parts.biases, parts.prototypes)
     config = LinearNetworkConfig(parts.backbone_name, len(parts.weights), input_size, parts.config)
     network = LinearNetwork(config, parts.backbone, head).eval()
@@ -221,15 +219,10 @@ def _build_add_on(document: Mapping[str, Any], channels: int, path: Path) -> nn.
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     require("yaml", "export", "--arch FILE.yml", pip_name="pyyaml")
-    import yaml
-
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        line = " ".join(str(error).split())
-        raise UsageError(f"--arch {path}: not a readable YAML file ({line})") from None
-    if not isinstance(document, dict):
-        raise UsageError(f"--arch {path}: expected CaBRNet's model_arch.yml, found {type(document).__name__}")
+        document: dict[str, Any] = msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(f"--arch {path}: not a readable YAML file ({first_line(error)})") from None
     return document
 
 

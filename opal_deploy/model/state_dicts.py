@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opal_deploy.errors import CheckpointError, first_line
 
@@ -113,6 +113,17 @@ def describe_key_errors(
         for kind, keys in errors.items()
         if keys
     )
+
+
+def load_exactly(module: nn.Module, state: Mapping[str, Tensor], problem: str) -> None:
+    """Load a state dict with the module's own keys and shapes, as the module's type of number.
+
+    Raises:
+        CheckpointError: other keys or shapes; the message begins with `problem` and names every one of them.
+    """
+    if errors := describe_key_errors(get_shapes(module.state_dict()), get_shapes(state)):
+        raise CheckpointError(f"{problem}: {errors}")
+    module.load_state_dict(state, strict=False)
 
 
 def get_shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:

@@ -15,8 +15,7 @@ from __future__ import annotations
 import inspect
 import sys
 from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -107,18 +106,6 @@ def download_weights(name: str, weights: str) -> tuple[dict[str, Tensor], str]:
     return model.state_dict(), f"timm {full_name}"
 
 
-def find_downloaded(name: str, weights: str) -> Path | None:
-    """Return the file that `download_weights` keeps in Hugging Face's cache; None without one."""
-    from huggingface_hub import try_to_load_from_cache
-
-    architecture, _ = find_architecture(name)
-    config = _configs(architecture)[weights]
-    for file in (config.hf_hub_filename, "model.safetensors", "pytorch_model.bin"):
-        if config.hf_hub_id and file and isinstance(path := try_to_load_from_cache(config.hf_hub_id, file), str):
-            return Path(path)
-    return None
-
-
 def convert_sync_batch_norm(network: nn.Module) -> nn.Module:
     """Return a network with batch statistics over all processes.
 
@@ -157,21 +144,9 @@ def _configs(architecture: str) -> dict[str, Any]:
     return {config.tag or "": config for config in (default, *configs)}
 
 
-class Tokens(NamedTuple):
-    """The grid of a network's tokens.
-
-    Attributes:
-        num_features: D.
-        stride: pixels per token, the same in both directions.
-    """
-
-    num_features: int
-    stride: int
-
-
 @cache
-def find_tokens(architecture: str) -> Tokens | None:
-    """Return the grid of timm's network; None for one without a grid of tokens, such as a convolutional network."""
+def find_tokens(architecture: str) -> Cut | None:
+    """Return the cut after a network's grid of tokens; None for one without, such as a convolutional network."""
     import timm
 
     with torch.device("meta"):
@@ -187,13 +162,13 @@ def find_tokens(architecture: str) -> Tokens | None:
     except ValueError:
         return None
     cells = grid.shape[2]
-    return Tokens(grid.shape[1], size // cells) if cells > 1 and size % cells == 0 else None
+    return Cut("", grid.shape[1], size // cells) if cells > 1 and size % cells == 0 else None
 
 
 class TokenNetwork:
     """A transformer of timm, by timm's name; see `backbones.ConvolutionalNetwork` for the methods."""
 
-    def __init__(self, architecture: str, tokens: Tokens) -> None:
+    def __init__(self, architecture: str, tokens: Cut) -> None:
         self._architecture, self._tokens = architecture, tokens
 
     def find_cut(self, stride: int | None = None, keep_layers: bool = False) -> Cut:
@@ -204,7 +179,7 @@ class TokenNetwork:
                 f"timm:{self._architecture}: a transformer has cells of {own} pixels only; leave --stride and "
                 "--keep-layers out"
             )
-        return Cut("", *self._tokens)
+        return self._tokens
 
     def build_body(self, cut: Cut, input_size: tuple[int, int] | None, device: str | torch.device) -> nn.Module:
         """Build images of one size, None for timm's default, to `{FEATURES: [N, D, H, W]}`.

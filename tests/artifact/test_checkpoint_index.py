@@ -78,7 +78,7 @@ def test_code_is_refused_and_not_run(tmp_path):
 def test_a_truncated_file_is_refused_in_one_line(network, tmp_path):
     path = _save(tmp_path / "c.pt", network.state_dict())
     content = path.read_bytes()
-    for share in (0.0, 0.2, 0.5, 0.9, 0.99):
+    for share in (0.0, 0.5, 0.99):
         path.write_bytes(content[: int(share * len(content))])
         with pytest.raises(ArtifactError, match=r"\A.*\Z"):
             read_index(path)

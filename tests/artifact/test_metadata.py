@@ -23,6 +23,10 @@ METADATA = Metadata(
 )
 
 
+RISK = {"images": 3, "error": 0.3, "aurc": 0.2, "coverage_at_error": {"0.01": 0.0}, "levels": [[0.1, 3, 1]]}
+EVALUATION = {**dict.fromkeys(("when", "opal_deploy", "model", "data", "split"), "x"), "images": 60, "accuracy": 1.0}
+
+
 def _document(**change):
     return {**json.loads(METADATA.to_json()), **change}
 
@@ -64,9 +68,12 @@ def test_a_key_that_was_added_after_schema_1_began_may_be_missing():
 
 
 def test_a_key_of_a_later_version_is_kept_where_the_document_is_written_again():
-    later = _document(invented_later=[1], unknown={"a": 2})
+    risk = {**RISK, "split": "val", "error": 1}
+    later = _document(invented_later=[1], unknown={"a": 2}, risk=risk)
     read = Metadata.from_json(json.dumps(later))
-    assert json.loads(replace(read, edits=()).to_json()) == later
+    # as texts: a whole number stays one
+    again = json.loads(replace(read, edits=()).to_json())
+    assert json.dumps(again, sort_keys=True) == json.dumps(later, sort_keys=True)
 
 
 @pytest.mark.parametrize("keys", [["crop"], list(_document().keys() - {"schema"} - ADDED_LATER)], ids=len)
@@ -83,16 +90,6 @@ def test_keys_that_are_missing_are_named_at_once(keys):
 def test_what_is_no_json_object_is_refused(text):
     with pytest.raises(ArtifactError, match=r"m\.onnx"):
         Metadata.from_json(text, "m.onnx")
-
-
-RISK = {"images": 3, "error": 0.3, "aurc": 0.2, "coverage_at_error": {"0.01": 0.0}, "levels": [[0.1, 3, 1]]}
-EVALUATION = {**dict.fromkeys(("when", "opal_deploy", "model", "data", "split"), "x"), "images": 60, "accuracy": 1.0}
-
-
-def test_documents_keep_their_values_and_unknown_keys():
-    documents = {"risk": {**RISK, "split": "val"}, "evaluation": {**EVALUATION, "accuracy": 1, "later": [0.5]}}
-    read = Metadata.from_json(json.dumps(_document(**documents)))
-    assert json.dumps({name: read.to_dict()[name] for name in documents}) == json.dumps(documents)
 
 
 @pytest.mark.parametrize(

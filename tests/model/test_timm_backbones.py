@@ -14,12 +14,10 @@ from opal_deploy.errors import MissingExtra, UsageError
 from opal_deploy.model import backbones, state_dicts, timm_backbones
 from opal_deploy.model.checkpoint import load
 from opal_deploy.model.config import HeadConfig, NetworkConfig
+from opal_deploy.model.feature_graph import Cut
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.model.receptive_field import compute_receptive_field
 from opal_deploy.nn import save_checkpoint
-from opal_deploy.preprocess.decode import decode
-from opal_deploy.preprocess.geometry import compute_geometry
-from opal_deploy.preprocess.resize import normalise, to_input
 from opal_deploy.synthetic import example_images
 
 LITE0 = "timm:tf_efficientnet_lite0"
@@ -51,14 +49,11 @@ def test_synchronised_batch_norm_keeps_the_activations_that_timm_puts_into_it():
 @pytest.mark.parametrize(
     ("name", "stride", "message"),
     [
-        pytest.param("vit_tiny_patch16_224", 8, "a transformer has cells of 16 pixels only", id="ViT"),
-        pytest.param("levit_128", None, "only certain image sizes", id="LeViT"),
-        pytest.param("mambaout_femto", None, "not a grid", id="channels last"),
-        pytest.param("hrnet_w18_small", 16, "stride 16: .* it has 32, 4, 2", id="parallel branches"),
-        pytest.param("resnt18", None, "no such network; did you mean resnet18", id="typo"),
-        pytest.param("resnet18.a7_in1k", None, "a7_in1k.* it has a1_in1k, ", id="tag"),
+        ("vit_tiny_patch16_224", 8, "cells of 16 pixels only"), ("levit_128", None, "only certain image sizes"),
+        ("mambaout_femto", None, "not a grid"), ("hrnet_w18_small", 16, "has 32, 4, 2"),
+        ("resnt18", None, "did you mean resnet18"), ("resnet18.a7_in1k", None, "it has a1_in1k"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_cut_is_refused_in_one_line(name, stride, message):
     with pytest.raises(UsageError, match=rf"\A[^\n]*{message}[^\n]*\Z"):
         backbones.build(f"timm:{name}", stride=stride, device="meta")
@@ -111,28 +106,6 @@ class TestWeights:
         assert backbones.load_weights(backbone, "in1k") == "timm tf_efficientnet_lite0.in1k"
         state = state_dicts.read_state_dict(lite0_weights)
         assert all(torch.equal(value, state[key]) for key, value in backbone.body.state_dict().items())
-        assert timm_backbones.find_downloaded(LITE0, "in1k") == snapshot / "model.safetensors"
-
-    @pytest.mark.data
-    def test_real_weights_classify_photographs_with_their_own_statistics_only(self, lite0_weights, imagenet_samples):
-        backbone = backbones.build(LITE0).eval()
-        backbones.load_weights(backbone, lite0_weights)
-        state = state_dicts.read_state_dict(lite0_weights)
-        rows = [line.split("\t") for line in (imagenet_samples / "labels.tsv").read_text().splitlines()[1:25]]
-        photographs = [decode(imagenet_samples / name) for name, _ in rows]
-        images = np.stack([to_input(image, compute_geometry(image), (224, 224)) for image in photographs])
-        labels = torch.tensor([int(label) for _, label in rows])
-        config = timm_backbones.get_pretrained_config(LITE0, None)
-
-        def count_correct(mean, std):
-            with torch.no_grad():
-                pooled = backbone(torch.from_numpy(normalise(images, mean, std))).mean((2, 3))
-            logits = pooled @ state["classifier.weight"].T + state["classifier.bias"]
-            return int((logits.argmax(1) == labels).sum())
-
-        correct = count_correct(config.mean, config.std)
-        assert correct >= 18
-        assert correct > count_correct((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 # two sizes of the same weights: positions are interpolated; vit3 has register tokens, DINOv3 rotary positions
@@ -164,7 +137,7 @@ def test_a_cell_is_the_token_of_its_patch_under_timms_names(name, tmp_path):
     ],
 )
 def test_the_grid_of_networks_that_people_use(name, features, stride):
-    assert timm_backbones.find_tokens(name) == (features, stride)
+    assert timm_backbones.find_tokens(name) == Cut("", features, stride)
     backbone = backbones.build(f"timm:{name}", input_size=(224, 224), device="meta").eval()
     with torch.no_grad():
         found = backbone(torch.empty(1, 3, 224, 224, device="meta"))
