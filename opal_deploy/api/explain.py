@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from opal_deploy.api.options import ExplainOptions
-from opal_deploy.artifact.files import atomic_write, check_sha256
-from opal_deploy.artifact.output_file import check_output
+from opal_deploy.artifact.files import atomic_write, check_output, check_sha256
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.logs import as_progress, one_line
 from opal_deploy.options import StrPath, keywords

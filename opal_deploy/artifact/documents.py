@@ -6,17 +6,22 @@ document with its declaration once, when the file is read. A key that a document
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import reprlib
 import sys
+import zlib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from opal_deploy.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 T = TypeVar("T")
 
@@ -32,6 +37,9 @@ Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
 Count = Annotated[int, Meta(ge=0, le=1 << 31)]
 AtLeastOne = Annotated[int, Meta(ge=1, le=1 << 31)]
 
+# a document may come from anywhere: an array's size is bounded before it is decompressed
+_MAX_ARRAY_BYTES = 256 * 1024 * 1024
+_ARRAY_TYPES = ("float32", "int32", "float16")
 # levels of a document, far more than ours have
 _MOST_LEVELS = 32
 # shortens values: a few entries of a few levels
@@ -61,7 +69,7 @@ class Head(Struct):
 
 
 class PackedArray(Struct):
-    """An array, see `artifact.arrays`."""
+    """An array, see `pack_array`."""
 
     dtype: str
     shape: tuple[Count, ...]
@@ -88,7 +96,7 @@ class TestVectors(Struct):
     images: tuple[str, ...] = ()
 
 
-class PretrainedConfig(Struct):
+class TimmConfig(Struct):
     """How the makers of a backbone's weights prepared images, after timm."""
 
     crop_mode: str
@@ -101,7 +109,7 @@ class PretrainedConfig(Struct):
 class Weights(Struct):
     """The weights that training began with."""
 
-    pretrained_cfg: PretrainedConfig | None = None
+    pretrained_cfg: TimmConfig | None = None
 
 
 class Start(Struct):
@@ -173,25 +181,17 @@ class PointingGame(Struct):
     distinguishing_part: Hits | None = None
 
 
-class Mean(Struct):
-    """A mean; the rest of its interval is not read."""
-
-    mean: Number
-
-
 class Removal(Struct):
     """The share of images whose predicted class changes without the evidence's cells, or as many random ones.
 
     Attributes:
         fill: what replaced the cells.
         changed, changed_random: the shares, 0 ... 1.
-        drop_beyond_random: by how much more the predicted class's cosine falls without the evidence's cells.
     """
 
     fill: str
     changed: Number
     changed_random: Number | None
-    drop_beyond_random: Mean | None = None
 
 
 class Faithfulness(Struct):
@@ -200,38 +200,6 @@ class Faithfulness(Struct):
     images: Count
     removal: tuple[Removal, ...]
     same_cell: dict[str, Number | None]
-
-
-class Flipped(Struct):
-    """The share of answers that changes of one kind in one region flip, see `evaluation.attack`."""
-
-    region: str
-    method: str
-    flipped: Number
-
-
-class Attack(Struct):
-    """The effect of changes of at most `levels` grey levels outside the evidence."""
-
-    images: Count
-    levels: Count
-    outside: tuple[Flipped, ...]
-
-
-class Randomisation(Struct):
-    """Shares of cells that stay, and that lie on a part, after all weights were shuffled."""
-
-    images: Count
-    same_cell: Number
-    part: Number | None = None
-    part_before: Number | None = None
-
-
-class Interventions(Struct):
-    """Rank correlation with the effect of taking parts away, by method, see `evaluation.interventions`."""
-
-    images: Count
-    correlation: dict[str, Number]
 
 
 class Evaluation(Struct):
@@ -247,9 +215,6 @@ class Evaluation(Struct):
     boxes: bool | None = None
     pointing_game: PointingGame | None = None
     faithfulness: Faithfulness | None = None
-    attack: Attack | None = None
-    randomisation: Randomisation | None = None
-    interventions: Interventions | None = None
 
 
 class Metrics(Struct):
@@ -267,6 +232,29 @@ class CheckpointDocuments(Struct):
     training: Training | None = None
     edits: tuple[Edit, ...] = ()
     evaluation: Evaluation | None = None
+
+
+def pack_array(array: NDArray[Any]) -> dict[str, Any]:
+    """Return an array of one of three types as a `PackedArray`: little-endian bytes, compressed, in base64."""
+    little_endian = array.astype(array.dtype.newbyteorder("<"))
+    data = base64.b64encode(zlib.compress(little_endian.tobytes(), 9)).decode()
+    return {"dtype": array.dtype.name, "shape": list(array.shape), "zlib": data}
+
+
+def unpack_array(document: Mapping[str, Any]) -> NDArray[Any]:
+    """Return the array of a document.
+
+    Raises:
+        KeyError, TypeError, ValueError, zlib.error: the document is not what `pack_array` wrote.
+    """
+    # most readers of documents do without numpy, which is slow to import
+    import numpy as np
+
+    dtype = np.dtype(document["dtype"])
+    if dtype.name not in _ARRAY_TYPES:
+        raise ValueError(f"dtype {dtype.name}")
+    data = zlib.decompressobj().decompress(base64.b64decode(document["zlib"]), _MAX_ARRAY_BYTES)
+    return np.frombuffer(data, dtype.newbyteorder("<")).reshape(document["shape"]).astype(dtype)
 
 
 def check_checkpoint(raw: Mapping[str, Any]) -> None:

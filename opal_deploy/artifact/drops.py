@@ -31,28 +31,30 @@ def parse_slots(slots: Iterable[SlotName], metadata: Metadata, option: str) -> l
     channels: list[int] = []
     for text in map(write_slot, slots):
         label, slash, number = text.rpartition("/")
-        given = f"{option} {text[:_SHOWN]!r}"
+        origin = f"{option} {text[:_SHOWN]!r}"
         if not slash and _is_index(number, metadata.num_prototypes):
-            _append(channels, int(number), given)
+            _append(channels, int(number), origin)
             continue
         if not metadata.is_opal:
             raise UsageError(
-                f"{given}: classes share prototypes; give a prototype's number, 0 to {metadata.num_prototypes - 1}"
+                f"{origin}: classes share prototypes; give a prototype's number, 0 to {metadata.num_prototypes - 1}"
             )
         if not slash:
-            raise UsageError(f"{given}: expected CLASS/SLOT, such as {metadata.class_names[0]}/0")
+            raise UsageError(f"{origin}: expected CLASS/SLOT, such as {metadata.class_names[0]}/0")
         if label not in metadata.class_names:
             similar = suggest_names(label, metadata.class_names)
-            raise UsageError(f"{given}: the model has no class {label[:_SHOWN]!r}; see `opal-deploy inspect`{similar}")
+            raise UsageError(f"{origin}: the model has no class {label[:_SHOWN]!r}; see `opal-deploy inspect`{similar}")
         class_id = metadata.class_names.index(label)
         size = int(metadata.class_map.sizes[class_id])
         if not _is_index(number, size):
-            raise UsageError(f"{given}: {label} has no slot {number[:_SHOWN]!r}; expected 0 to {size - 1}")
+            raise UsageError(f"{origin}: {label} has no slot {number[:_SHOWN]!r}; expected 0 to {size - 1}")
         same = [index for index, name in enumerate(metadata.class_names) if name == label]
         if len(same) > 1:
-            found = [str(metadata.class_map.channel_of(index, int(number))) for index in same]
-            raise UsageError(f"{given}: {len(same)} classes have that name; give the channel: {' or '.join(found)}")
-        _append(channels, metadata.class_map.channel_of(class_id, int(number)), given)
+            same_slots = [str(metadata.class_map.channel_of(index, int(number))) for index in same]
+            raise UsageError(
+                f"{origin}: {len(same)} classes have that name; give the channel: {' or '.join(same_slots)}"
+            )
+        _append(channels, metadata.class_map.channel_of(class_id, int(number)), origin)
     return channels
 
 
@@ -60,9 +62,9 @@ def _is_index(text: str, size: int) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 10 and int(text) < size
 
 
-def _append(channels: list[int], channel: int, given: str) -> None:
+def _append(channels: list[int], channel: int, origin: str) -> None:
     if channel in channels:
-        raise UsageError(f"{given}: given twice")
+        raise UsageError(f"{origin}: given twice")
     channels.append(channel)
 
 

@@ -118,7 +118,21 @@ def read_sidecar(engine: Path) -> Sidecar:
     Raises:
         ArtifactError: the engine or its sidecar is missing, or the sidecar is damaged or of another schema.
     """
-    return _parse(engine, _read_document(engine))
+    path, document = sidecar_path(engine), _read_document(engine)
+    if document.get("schema") != SIDECAR_SCHEMA:
+        raise ArtifactError(
+            f"{path}: sidecar schema {document.get('schema')!r} found, {SIDECAR_SCHEMA} expected; use the opal-deploy "
+            "version that wrote it, or rebuild the engine: opal-deploy export MODEL.onnx --trt --rebuild"
+        )
+    if missing := sorted(_REQUIRED - document.keys()):
+        raise _damaged(path, f"it lacks {', '.join(missing)}")
+    if wrong := _find_wrong_parts(document):
+        raise _damaged(path, f"of wrong type or missing: {', '.join(wrong)}")
+    metadata = Metadata.from_json(json.dumps(document["metadata"]), str(path))
+    known = {f.name for f in fields(Sidecar)} - {"unknown"}
+    unknown = {name: value for name, value in document.items() if name not in known}
+    values = {name: value for name, value in document.items() if name in known}
+    return Sidecar(**{**values, "metadata": metadata, "unknown": unknown})
 
 
 def load_engine(engine: Path) -> tuple[Sidecar, bytes]:
@@ -129,20 +143,18 @@ def load_engine(engine: Path) -> tuple[Sidecar, bytes]:
     Raises:
         ArtifactError: the engine or its sidecar is missing or damaged, or the sidecar has another schema.
     """
-    document = _read_document(engine)
-    expected = document.get("engine")
-    expected = str(expected.get("sha256")) if isinstance(expected, dict) else "none"
+    sidecar = read_sidecar(engine)
     try:
         content = engine.read_bytes()
     except OSError as error:
         raise ArtifactError(f"{engine}: cannot be read ({error.strerror or error})") from None
-    digest = hashlib.sha256(content).hexdigest()
+    digest, expected = hashlib.sha256(content).hexdigest(), sidecar.engine["sha256"]
     if digest != expected:
         raise ArtifactError(
             f"{engine}: sha256 {digest[:12]}..., but its sidecar says {expected[:12]}...; the engine is damaged or not "
-            f"the one that was built: copy both files again, or rebuild it with: {_rebuild_command(document, engine)}"
+            f"the one that was built: copy both files again, or rebuild it with: {sidecar.rebuild_command(engine)}"
         )
-    return _parse(engine, document), content
+    return sidecar, content
 
 
 def check_engine(engine: Path) -> Sidecar:
@@ -181,24 +193,6 @@ def _read_document(engine: Path) -> dict[str, Any]:
     return document
 
 
-def _parse(engine: Path, document: dict[str, Any]) -> Sidecar:
-    path = sidecar_path(engine)
-    if document.get("schema") != SIDECAR_SCHEMA:
-        raise ArtifactError(
-            f"{path}: sidecar schema {document.get('schema')!r} found, {SIDECAR_SCHEMA} expected; use the opal-deploy "
-            f"version that wrote it, or rebuild with: {_rebuild_command(document, engine)}"
-        )
-    if missing := sorted(_REQUIRED - document.keys()):
-        raise _damaged(path, f"it lacks {', '.join(missing)}")
-    if wrong := _find_wrong_parts(document):
-        raise _damaged(path, f"of wrong type or missing: {', '.join(wrong)}")
-    metadata = Metadata.from_json(json.dumps(document["metadata"]), str(path))
-    known = {f.name for f in fields(Sidecar)} - {"unknown"}
-    unknown = {name: value for name, value in document.items() if name not in known}
-    values = {name: value for name, value in document.items() if name in known}
-    return Sidecar(**{**values, "metadata": metadata, "unknown": unknown})
-
-
 def _find_wrong_parts(document: dict[str, Any]) -> list[str]:
     wrong = [
         f"{name}.{part}"
@@ -209,7 +203,8 @@ def _find_wrong_parts(document: dict[str, Any]) -> list[str]:
     if wrong:
         return wrong
     batch, state = document["options"]["batch"], document["state"]
-    if not _is_file_name(document["onnx"]["file"]):
+    name = document["onnx"]["file"]
+    if name in ("", ".") or Path(name).name != name:
         return ["onnx.file"]
     if len(batch) != 3 or not all(type(size) is int and size > 0 for size in batch):
         return ["options.batch"]
@@ -217,17 +212,6 @@ def _find_wrong_parts(document: dict[str, Any]) -> list[str]:
         return [] if state.get("why") and isinstance(state["why"], str) else ["state.why"]
     machine = state.get("machine")
     return [] if isinstance(machine, dict) and isinstance(machine.get("gpu"), str) else ["state.machine"]
-
-
-def _is_file_name(text: str) -> bool:
-    return text not in ("", ".") and Path(text).name == text
-
-
-def _rebuild_command(document: dict[str, Any], engine: Path) -> str:
-    onnx = document.get("onnx")
-    source = onnx.get("file") if isinstance(onnx, dict) else None
-    path = str(engine.with_name(source)) if isinstance(source, str) and _is_file_name(source) else "MODEL.onnx"
-    return shlex.join(["opal-deploy", "export", path, "--trt", "--rebuild"])
 
 
 def _damaged(path: Path, why: str) -> ArtifactError:

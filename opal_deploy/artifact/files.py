@@ -11,18 +11,17 @@ import glob
 import hashlib
 import json
 import os
-import re
 import stat
 import sys
 import tempfile
-import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from opal_deploy.errors import ArtifactError, UsageError
+from opal_deploy.options import StrPath
 
 CHECKPOINT_SUFFIXES = (".pt", ".pth")
 ONNX_SUFFIX = ".onnx"
@@ -30,12 +29,8 @@ ENGINE_SUFFIX = ".engine"
 ModelKind = Literal["checkpoint", "onnx", "engine"]
 _KINDS: dict[str, ModelKind] = {".pt": "checkpoint", ".pth": "checkpoint", ONNX_SUFFIX: "onnx", ENGINE_SUFFIX: "engine"}
 
-# a key of TOML, such as a.b.c, that begins with 100 parts
-_LONG_KEY = re.compile(r"""(?<!["'\w-])(?:["'\w-]++[ \t]*+\.[ \t]*+){100}""")
 # some file systems of clusters have no locks: work goes on without one there
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
-# longest wait for the writer of a pipe, seconds
-_PIPE_SECONDS = 10
 
 
 def model_kind(path: Path) -> ModelKind | None:
@@ -49,35 +44,6 @@ def check_regular(path: Path) -> None:
         raise OSError(errno.EINVAL, "it is a folder, a pipe or a device, not a file")
 
 
-def read_secret(path: str | os.PathLike[str], size: int) -> bytes:
-    """Return the first bytes of a file, or of a pipe, which shells use to hand over keys and tokens.
-
-    Args:
-        path: the file or pipe; endless devices are refused.
-        size: the number of bytes at most.
-
-    Raises:
-        OSError: it cannot be read, or the pipe was empty or not ended after 10 s.
-    """
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    with os.fdopen(handle, "rb", buffering=0) as stream:
-        if not stat.S_ISFIFO(os.fstat(handle).st_mode):
-            check_regular(Path(path))
-            return stream.read(size)
-        data, deadline = b"", time.monotonic() + _PIPE_SECONDS
-        while len(data) < size:
-            # None: nothing yet; empty: no writer yet, or no longer
-            part = stream.read(size)
-            data += part or b""
-            if part == b"" and data:
-                break
-            if time.monotonic() > deadline:
-                raise TimeoutError(errno.ETIMEDOUT, f"no text came to its end in this pipe within {_PIPE_SECONDS} s")
-            if not part:
-                time.sleep(0.01)
-        return data
-
-
 def check_replaceable(path: Path) -> bool:
     """Return whether a path leads to a regular file; raise OSError if it leads to anything else."""
     if path.is_dir():
@@ -86,6 +52,36 @@ def check_replaceable(path: Path) -> bool:
         check_regular(path)
         return True
     return False
+
+
+def check_output(
+    option: str, path: Path, suffixes: Iterable[str], *, inputs: Iterable[StrPath | None] = (), overwrite: bool
+) -> None:
+    """Check that a file may be written; the caller then uses `atomic_write(path, replace=overwrite)`.
+
+    Args:
+        option: the option that names the file, such as `--html`.
+        path: the file.
+        suffixes: the suffixes of its kind, such as `.html`.
+        inputs: files that the call reads; anything else, such as a URL, is ignored.
+        overwrite: whether a file of its kind may be replaced.
+
+    Raises:
+        UsageError: the path exists and is not a file of this kind, is a file that the call reads, or is any file
+            without `overwrite`.
+    """
+    advice = "give another name"
+    try:
+        if not check_replaceable(path):
+            return
+        if any(is_same_file(path, Path(source)) for source in inputs if source is not None):
+            raise UsageError(f"{option} {path}: this call reads that file; {advice}")
+    except OSError as error:
+        raise UsageError(f"{option} {path}: cannot be written ({error.strerror or error}); {advice}") from None
+    if path.suffix.lower() not in suffixes:
+        raise UsageError(f"{option} {path}: exists and is not a {' or '.join(suffixes)} file; {advice}")
+    if not overwrite:
+        raise UsageError(f"{option} {path}: the file exists; choose another name, or pass --overwrite")
 
 
 def is_same_file(path: Path, other: Path) -> bool:
@@ -125,12 +121,8 @@ def read_toml(path: Path, errors: str = "strict") -> dict[str, Any]:
         OSError: it cannot be read, or is no regular file.
         ValueError: it is not TOML in UTF-8, or nested too deeply.
     """
-    text = read_text(path, errors)
-    # the parser's time grows with the square of the parts
-    if _LONG_KEY.search(text):
-        raise ValueError("a key has 100 or more parts")
     try:
-        return tomllib.loads(text)
+        return tomllib.loads(read_text(path, errors))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -171,34 +163,15 @@ def lock_directory(folder: Path) -> Iterator[None]:
     Raises:
         UsageError: another process works there, or the folder cannot be written.
     """
-    if sys.platform == "win32":  # it has no such locks
-        yield
-        return
     made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        while True:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                locked = _try_lock(handle)
-            except OSError:
-                os.close(handle)
-                raise
-            if locked is None:
-                break
-            if not locked:
-                os.close(handle)
-                raise UsageError(
-                    f"{folder}: another process is working there; wait for it, or give another --out"
-                ) from None
-            # its previous owner may have removed the file in between
-            with suppress(FileNotFoundError):
-                if os.fstat(handle).st_ino == path.stat().st_ino:
-                    break
-            os.close(handle)
+        handle = _open_locked(path)
     except OSError as error:
         raise UsageError(f"{folder}: cannot be written ({error.strerror or error}); give another --out") from None
+    if handle is None:
+        raise UsageError(f"{folder}: another process is working there; wait for it, or give another --out")
     try:
         yield
     finally:
@@ -208,9 +181,23 @@ def lock_directory(folder: Path) -> Iterator[None]:
         _remove_empty(made)
 
 
+def _open_locked(path: Path) -> int | None:
+    """Return the handle of a file that is locked, and created if missing; None if another process has locked it."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        if _try_lock(handle) is False:
+            os.close(handle)
+            return None
+        # its previous owner may have removed the file in between
+        with suppress(FileNotFoundError):
+            if os.fstat(handle).st_ino == path.stat().st_ino:
+                return handle
+        os.close(handle)
+
+
 def _try_lock(handle: int) -> bool | None:
     """Lock an open file until it is closed; False if another process has, None if the file system has no locks."""
-    if sys.platform == "win32":
+    if sys.platform == "win32":  # it has no such locks
         return None
     import fcntl
 
@@ -261,10 +248,9 @@ def atomic_write(path: Path, *, keep: bool = True, replace: bool = True) -> Iter
             return
         with temporary.open("rb") as stream:
             os.fsync(stream.fileno())
-        if replace:
-            temporary.replace(path)
-        else:
-            _name_new(temporary, path)
+        if not replace and path.exists():
+            raise UsageError(f"{path}: another process has made it in the meantime; give another name")
+        temporary.replace(path)
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
@@ -294,22 +280,6 @@ def _create_temporary(path: Path) -> tuple[IO[bytes], Path]:
         stream.close()
 
 
-def _name_new(temporary: Path, path: Path) -> None:
-    """Give a file its final name; raise UsageError if a file of that name was made in the meantime."""
-    try:
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            raise
-        except OSError:  # the file system has no hard links
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL))
-            temporary.replace(path)
-        else:
-            temporary.unlink()
-    except FileExistsError:
-        raise UsageError(f"{path}: another process has made it in the meantime; give another name") from None
-
-
 def _not_writable(path: Path, error: OSError) -> UsageError:
     return UsageError(f"{path}: cannot be written ({error.strerror or error}); choose another place")
 
@@ -319,7 +289,7 @@ def without_folders(value: Any) -> Any:
     if isinstance(value, str):
         return Path(value).name or value if os.path.isabs(value) else value
     if isinstance(value, dict):
-        return {key: without_folders(each) for key, each in value.items()}
+        return {key: without_folders(entry) for key, entry in value.items()}
     return type(value)(map(without_folders, value)) if isinstance(value, list | tuple) else value
 
 

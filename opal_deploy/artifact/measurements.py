@@ -4,7 +4,8 @@ Calibration is temperature scaling after Guo, Pleiss, Sun and Weinberger, "On ca
 (ICML 2017): softmax(logits / T) with one temperature T for all classes, fitted on validation images. The prediction
 stays as it is.
 
-The document `Metadata.evaluation`; figures that were not measured are left out:
+The document `Metadata.evaluation`; figures that were not measured are left out. `inspect --json` shows all of them,
+`list_evaluation` those that say how far to trust a box:
 
     when, opal_deploy            date (ISO 8601) and version of the measurement
     model, runtime               the file that was measured and what ran it: an export carries its checkpoint's figures
@@ -36,7 +37,6 @@ from msgspec import Meta
 from opal_deploy.artifact.documents import (
     LARGEST,
     AtLeastOne,
-    Attack,
     Count,
     Edit,
     Evaluation,
@@ -272,15 +272,6 @@ def list_evaluation(
     if measured.faithfulness is not None:
         removal = "; ".join(_describe_faithfulness(measured.faithfulness))
     rows = [("where it lies", shares), ("if removed", removal)]
-    if measured.attack is not None:
-        rows.append(("changes outside", _describe_attack(measured.attack)))
-    if (shuffled := measured.randomisation) is not None:
-        on_part = "" if shuffled.part is None else f", on a part {100 * shuffled.part:.0f} %"
-        before = "" if shuffled.part_before is None else f" (trained: {100 * shuffled.part_before:.0f} %)"
-        rows.append(("weights shuffled", f"{100 * shuffled.same_cell:.0f} % of the cells stay{on_part}{before}"))
-    if (taken := measured.interventions) is not None:
-        values = ", ".join(f"{name} {value:.2f}" for name, value in taken.correlation.items())
-        rows.append(("parts taken away", f"rank correlation with the effect on {taken.images} images: {values}"))
     field = ReceptiveField.from_dict(receptive_field or {})
     if field is not None and field.effective is not None:
         rows.append(("what a cell sees", f"{field.effective} pixels around its own {field.stride}"))
@@ -302,23 +293,12 @@ def _describe_pointing(game: PointingGame) -> str:
     )
 
 
-def _describe_attack(attack: Attack) -> str:
-    """Return how many answers flip, per region and kind of change."""
-    shares: dict[str, list[str]] = {}
-    for row in attack.outside:
-        shares.setdefault(row.region, []).append(f"{100 * row.flipped:.0f} % ({row.method})")
-    flipped = "; ".join(f"{region} {' or '.join(parts)}" for region, parts in shares.items())
-    return f"at most {attack.levels} of 255 grey levels flip answers: {flipped} of {attack.images}"
-
-
 def _describe_faithfulness(measured: Faithfulness) -> Iterator[str]:
     for removal in measured.removal[:1]:
         random = removal.changed_random
         beside = "" if random is None else f", without as many random cells {100 * random:.0f} %"
-        more = removal.drop_beyond_random
-        falls = "" if more is None else f", and the cosine falls by {more.mean:.2f} more"
         yield (
-            f"without its cells {100 * removal.changed:.0f} % of {measured.images} answers change{beside}{falls} "
+            f"without its cells {100 * removal.changed:.0f} % of {measured.images} answers change{beside} "
             f"({removal.fill})"
         )
     shares = [(measured.same_cell.get(change), title) for change, title in _CHANGES.items()]

@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 from msgspec import Meta, Struct
 
 from opal_deploy.artifact import documents
-from opal_deploy.artifact.documents import SHORT, AtLeastOne, Distance, HeadKind, Number, check_document, check_values
+from opal_deploy.artifact.documents import (
+    SHORT,
+    AtLeastOne,
+    Distance,
+    HeadKind,
+    Number,
+    check_document,
+    check_values,
+    unpack_array,
+)
 from opal_deploy.artifact.files import CHECKPOINT_SUFFIXES, without_folders
 from opal_deploy.artifact.measurements import Calibration, EffectiveField, ReceptiveField
 from opal_deploy.errors import ArtifactError, UsageError
@@ -115,7 +124,7 @@ class Metadata:
         outputs: names of the graph's outputs, in order.
         top_k: number of classes that the graph lists in `TOP_OUTPUTS`; None where it outputs all.
         file_sha256: digest of the file with this field blanked; see `artifact.onnx_file`.
-        class_weights: of a linear head: weights [C, P] and biases [C], float32 (`artifact.arrays`); else empty.
+        class_weights: of a linear head: weights [C, P] and biases [C], float32 (`documents.PackedArray`); else empty.
         unknown: keys of the document that this version does not know, kept where the document is written again.
     """
 
@@ -207,8 +216,6 @@ class Metadata:
         from opal_deploy.artifact.class_map import ClassMap
 
         if not self.is_opal:
-            from opal_deploy.artifact.arrays import unpack_array
-
             try:
                 weights, biases = (unpack_array(self.class_weights[name]) for name in ("weights", "biases"))
             except (ValueError, zlib.error) as error:

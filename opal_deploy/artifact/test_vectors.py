@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from opal_deploy.artifact.arrays import pack_array, unpack_array
+from opal_deploy.artifact.documents import pack_array, unpack_array
 from opal_deploy.artifact.outputs import OUTPUT_SPECS, FloatArray, Outputs
 from opal_deploy.errors import ArtifactError
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from opal_deploy.artifact.files import atomic_write, compute_sha256
-from opal_deploy.artifact.output_file import check_output
+from opal_deploy.artifact.files import atomic_write, check_output, compute_sha256
 from opal_deploy.auditing.results import find_results, read_records, read_run_options
 from opal_deploy.errors import UsageError
 from opal_deploy.options import Option, Options, StrPath, keywords

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from opal_deploy.artifact.output_file import check_output
+from opal_deploy.artifact.files import check_output
 from opal_deploy.auditing.results import find_results, group_records, is_results
 from opal_deploy.errors import UsageError
 from opal_deploy.logs import Log, ProgressChoice, WarningLine, log_line

@@ -11,8 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from opal_deploy.artifact.files import compute_sha256, without_folders
-from opal_deploy.artifact.output_file import check_output
+from opal_deploy.artifact.files import check_output, compute_sha256, without_folders
 from opal_deploy.auditing.results import find_results, read_records, read_run_options
 from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.options import Option, Options, StrPath, keywords

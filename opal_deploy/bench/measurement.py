@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from opal_deploy.artifact.output_file import check_output
+from opal_deploy.artifact.files import check_output
 from opal_deploy.errors import UsageError
 from opal_deploy.runtime.devices import available_cpus, read_driver
 from opal_deploy.visualization.style import escape_unprintable

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from opal_deploy._version import __version__
 from opal_deploy.artifact.drops import SlotName, check_drops, name_slot, parse_slots, write_slot
-from opal_deploy.artifact.files import ModelKind, compute_sha256, model_kind, remove_temporary_files
+from opal_deploy.artifact.files import ModelKind, check_output, compute_sha256, model_kind, remove_temporary_files
 from opal_deploy.artifact.measurements import Calibration
 from opal_deploy.artifact.metadata import Metadata, check_all_outputs
-from opal_deploy.artifact.output_file import check_output
 from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.evaluation.options import EvaluateOptions, Split
 from opal_deploy.logs import Log, ProgressChoice, log_line

@@ -10,10 +10,9 @@ from typing import Any
 
 from opal_deploy.api.model import Model
 from opal_deploy.artifact.baseline import Baseline
-from opal_deploy.artifact.files import model_kind, write_json
+from opal_deploy.artifact.files import check_output, model_kind, write_json
 from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.output_file import check_output
 from opal_deploy.datasets.samples import DataSet, pluralize
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.attack import Attack, format_attack, measure_attack

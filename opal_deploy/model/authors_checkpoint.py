@@ -39,10 +39,8 @@ PAPER_BACKBONES = (
     "convnext_tiny", "convnext_small", "convnext_base",
 )  # fmt: skip
 
-# the authors' key prefixes and ours
-_PREFIXES = (
-    ("backbone.", "backbone.body."), ("final_conv_layer.", "head.projection."), ("classifier.", "head.classifier."),
-)  # fmt: skip
+# our key prefixes by the authors'
+_PREFIXES = {"backbone": "backbone.body.", "final_conv_layer": "head.projection.", "classifier": "head.classifier."}
 _PROJECTION = ("final_conv_layer.weight", "final_conv_layer.bias")
 _DENSE = ("classifier.weight", "classifier.bias")
 _ANCHORS = "classifier.prototypes"
@@ -179,11 +177,4 @@ def _sample_keys(state: dict[str, Any]) -> str:
 
 def _rename_keys(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the state dict with our key prefixes."""
-    renamed: dict[str, Tensor] = {}
-    for key, value in state.items():
-        new = key
-        for theirs, ours in _PREFIXES:
-            if key.startswith(theirs):
-                new = ours + key.removeprefix(theirs)
-        renamed[new] = value
-    return renamed
+    return {_PREFIXES[(parts := key.partition("."))[0]] + parts[2]: value for key, value in state.items()}

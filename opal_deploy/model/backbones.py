@@ -3,7 +3,10 @@
 The paper's nine (ResNet-50/101/152, EfficientNet-V2 S/M/L, ConvNeXt T/S/B) are cut where its authors cut them: after
 the last convolutional stage, before pooling, without the norm that follows in ConvNeXt. A finer stride cuts at the
 last feature map of that stride, so that cells are smaller and see less of the image; or all layers are kept, and the
-later ones get stride 1 (`convolutional_backbones`). A transformer's cells are its tokens (`token_backbones`).
+later ones get stride 1. `feature_graph` finds where. A transformer's cells are its tokens (`timm_backbones`).
+
+Parameter names stay those of the library (`layer4.1.conv2.weight`, `features.7.2.block.0.weight`). `timm_backbones` and
+`torchvision_backbones` have the same functions, documented in the latter: they hold what differs between the libraries.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,9 +25,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.model import timm_backbones, torchvision_backbones
-from opal_deploy.model.config import check_tiling
-from opal_deploy.model.convolutional_backbones import ConvolutionalNetwork, Library
-from opal_deploy.model.feature_graph import FEATURES
+from opal_deploy.model.config import check_tiling, require_stride
+from opal_deploy.model.feature_graph import (
+    FEATURES,
+    Cut,
+    extract_classifier,
+    find_cut,
+    find_unstrided_cut,
+    remove_strides,
+)
 from opal_deploy.model.network_names import TIMM_PREFIX, check_weights, is_weights_file
 from opal_deploy.model.state_dicts import (
     describe_key_errors,
@@ -33,7 +43,7 @@ from opal_deploy.model.state_dicts import (
     read_state_dict,
     strip_prefix,
 )
-from opal_deploy.model.token_backbones import TokenNetwork, find_tokens
+from opal_deploy.model.timm_backbones import TokenNetwork, find_tokens
 
 # not the default of any library: tells which layers depend on the number of classes
 _OTHER_CLASSES = 7
@@ -82,8 +92,8 @@ class Backbone(nn.Module):
         return height // self.stride, width // self.stride
 
 
-def get_library(name: str) -> Library:
-    """Return a backbone's library, by its name."""
+def get_library(name: str) -> ModuleType:
+    """Return the module of a backbone's library, `timm_backbones` or `torchvision_backbones`, by its name."""
     if name.startswith(TIMM_PREFIX):
         return timm_backbones
     return torchvision_backbones
@@ -240,9 +250,9 @@ def load_classifier(
     """
     if weights is None or not is_weights_file(weights):
         return None
-    found = _find_network(name)
-    network = found.build_network(num_classes, input_size)
-    state = found.fit_weights(network, strip_prefix(read_state_dict(Path(weights)), network.state_dict()))
+    builder = _find_network(name)
+    network = builder.build_network(num_classes, input_size)
+    state = builder.fit_weights(network, strip_prefix(read_state_dict(Path(weights)), network.state_dict()))
     shapes = get_shapes(network.state_dict())
     if any(state.get(key, torch.empty(0)).shape != shape for key, shape in shapes.items() if not is_counter(key)):
         return None
@@ -250,11 +260,72 @@ def load_classifier(
     return network.eval()
 
 
+class ConvolutionalNetwork:
+    """A network of convolutions, by its name in a library."""
+
+    def __init__(self, name: str, library: ModuleType) -> None:
+        self._name, self._library = name, library
+
+    def find_cut(self, stride: int | None = None, keep_layers: bool = False) -> Cut:
+        """Return the cut for the arguments of `backbones.build`."""
+        return _find_cut(self._name, self._library, stride, keep_layers)
+
+    def build_body(self, cut: Cut, input_size: tuple[int, int] | None, device: str | torch.device) -> nn.Module:
+        """Build images of any size to `{FEATURES: [N, D, H, W]}`, with random weights."""
+        from torchvision.models.feature_extraction import create_feature_extractor
+
+        network, options = self._library.build_network(self._name, device), self._library.tracer_options()
+        remove_strides(network, cut.unstrided)
+        body: nn.Module = create_feature_extractor(
+            network, {cut.node: FEATURES}, tracer_kwargs=options, suppress_diff_warning=True
+        )
+        return body
+
+    def build_network(self, num_classes: int, input_size: tuple[int, int] | None) -> nn.Module:
+        """Build the whole classifier, images to logits [N, C], with random weights."""
+        network: nn.Module = self._library.build_network(self._name, "cpu", num_classes)
+        return network
+
+    def build_classifier(
+        self, num_classes: int, stride: int | None, keep_layers: bool, device: str | torch.device
+    ) -> nn.Module:
+        """Build the layers after the backbone; see `backbones.build_classifier`."""
+        whole = self.find_cut()
+        own = whole.stride
+        if stride not in (None, own) and not keep_layers:
+            raise UsageError(
+                f"the plain head, the network's own classifier, takes features of {self._name} at stride {own}, not "
+                f"{stride}; give --stride {own}, --keep-layers, or another head"
+            )
+        network = self._library.build_network(self._name, device, num_classes)
+        return extract_classifier(self._name, network, whole.node, self._library.tracer_options())
+
+    def fit_weights(self, network: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a state dict as the network takes it: unchanged."""
+        return state
+
+
+@cache
+def _find_cut(name: str, library: ModuleType, stride: int | None, keep_layers: bool) -> Cut:
+    """Return the cut of a network; cached, since tracing is slow."""
+    require_stride(stride, keep_layers)
+    network, options = library.build_network(name, "meta"), library.tracer_options()
+    cut = find_cut(name, network, stride, options)
+    if not keep_layers:
+        return cut
+    if cut.stride == _find_cut(name, library, None, False).stride:
+        raise UsageError(
+            f"--keep-layers: all layers of {name} already end at stride {cut.stride}; leave --keep-layers out "
+            "(--no-keep-layers if a recipe has it), or give a smaller --stride"
+        )
+    return find_unstrided_cut(name, network, cut.stride, options)
+
+
 @cache
 def _find_network(name: str) -> ConvolutionalNetwork | TokenNetwork:
     library = get_library(name)
     if library is timm_backbones:
-        architecture = timm_backbones.find_architecture(name)
+        architecture, _ = timm_backbones.find_architecture(name)
         if (tokens := find_tokens(architecture)) is not None:
             return TokenNetwork(architecture, tokens)
     return ConvolutionalNetwork(name, library)

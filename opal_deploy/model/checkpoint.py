@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from opal_deploy._version import __version__
-from opal_deploy.artifact.arrays import pack_array
 from opal_deploy.artifact.baseline import Baseline
-from opal_deploy.artifact.documents import check_checkpoint
+from opal_deploy.artifact.documents import check_checkpoint, pack_array
 from opal_deploy.artifact.files import atomic_write, compute_sha256, without_folders
 from opal_deploy.artifact.measurements import Calibration, ReceptiveField
 from opal_deploy.artifact.metadata import LINEAR_SCHEMA, Metadata
@@ -176,12 +175,10 @@ def load(
     raw = state_dicts.load_torch_file(path)
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path}: expected a checkpoint or a state dict, found {type(raw).__name__}")
-    if arch is not None:
-        checkpoint = _load_prototypes(path, raw, class_names, arch, assumptions or Assumptions())
-    elif raw.get("format") == FORMAT:
+    if arch is None and raw.get("format") == FORMAT:
         checkpoint = _load_ours(path, raw, class_names)
-    elif raw and all(isinstance(value, Tensor) for value in raw.values()):
-        checkpoint = _load_authors(path, raw, class_names, assumptions or Assumptions())
+    elif arch is not None or (raw and all(isinstance(value, Tensor) for value in raw.values())):
+        checkpoint = _load_foreign(path, raw, class_names, assumptions or Assumptions(), arch)
     else:
         raise CheckpointError(
             f"{path}: neither an opal-deploy checkpoint nor a bare OPAL state dict (found keys "
@@ -241,7 +238,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
             f"{path}: names {len(stored_names)} classes but its network has {config.num_classes}; train it again"
         )
     network = OpalNetwork(config)
-    _load_state(path, network, state)
+    state_dicts.load_exactly(network, state, _misfit(path, config))
     try:
         network.neighbours = Neighbours.from_dict(
             raw.get("neighbours") or {}, network.backbone.num_features, config.num_classes
@@ -264,32 +261,17 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
     )
 
 
-def _load_authors(
-    path: Path, raw: dict[str, Tensor], class_names: list[str] | None, assumptions: Assumptions
-) -> Checkpoint:
-    config, state, assumed = authors_checkpoint.parse(path, raw, assumptions)
-    network = OpalNetwork(config)
-    _load_state(path, network, state)
-    return _describe_foreign(path, network, class_names, assumptions, "authors", assumed)
-
-
-def _load_prototypes(
-    path: Path, raw: dict[str, Any], class_names: list[str] | None, arch: str, assumptions: Assumptions
-) -> Checkpoint:
-    network = prototype_checkpoint.load_network(path, raw, arch, assumptions.input_size)
-    assumed = {"arch": Path(arch).name, "input_size": list(assumptions.input_size)}
-    return _describe_foreign(path, network, class_names, assumptions, "prototypes", assumed)
-
-
-def _describe_foreign(
-    path: Path,
-    network: OpalNetwork,
-    class_names: list[str] | None,
-    assumptions: Assumptions,
-    file_format: str,
-    assumed: dict[str, Any],
+def _load_foreign(
+    path: Path, raw: dict[str, Any], class_names: list[str] | None, assumptions: Assumptions, arch: str | None
 ) -> Checkpoint:
     """Return the checkpoint of other code, whose classes are numbered where no names are given."""
+    if arch is None:
+        config, state, assumed = authors_checkpoint.parse(path, raw, assumptions)
+        network = OpalNetwork(config)
+        state_dicts.load_exactly(network, state, _misfit(path, config))
+    else:
+        network = prototype_checkpoint.load_network(path, raw, arch, assumptions.input_size)
+        assumed = {"arch": Path(arch).name, "input_size": list(assumptions.input_size)}
     count = network.config.num_classes
     if class_names is None:
         class_names, assumed = [f"class {i}" for i in range(count)], {**assumed, "class_names": "numbered"}
@@ -297,18 +279,12 @@ def _describe_foreign(
         network,
         _check_class_names(path, class_names, count),
         crop=assumptions.crop,
-        source={"format": file_format, "assumed": assumed},
+        source={"format": "authors" if arch is None else "prototypes", "assumed": assumed},
     )
 
 
-def _load_state(path: Path, network: OpalNetwork, state: dict[str, Tensor]) -> None:
-    """Load a state dict strictly; one error names every wrong key."""
-    shapes = state_dicts.get_shapes(network.state_dict())
-    if errors := state_dicts.describe_key_errors(shapes, state_dicts.get_shapes(state)):
-        raise CheckpointError(
-            f"{path} does not fit {network.config.backbone} with {network.config.num_classes} classes: {errors}"
-        )
-    network.load_state_dict(state, strict=False)
+def _misfit(path: Path, config: NetworkConfig) -> str:
+    return f"{path} does not fit {config.backbone} with {config.num_classes} classes"
 
 
 def _check_class_names(path: Path, names: list[str], num_classes: int) -> list[str]:

@@ -9,13 +9,14 @@ and reach a finer stride by removing the later strides.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
 
 from opal_deploy.errors import UsageError, first_line
 
@@ -48,10 +49,7 @@ class Cut:
 
 
 def find_cut(
-    name: str,
-    model: nn.Module,
-    stride: int | None = None,
-    tracer_options: Mapping[str, Any] = _NO_OPTIONS,
+    name: str, model: nn.Module, stride: int | None = None, tracer_options: Mapping[str, Any] = _NO_OPTIONS
 ) -> Cut:
     """Return the feature map that a network ends with, or the last one of a stride.
 
@@ -70,18 +68,19 @@ def find_cut(
     tracer, graph = _trace(name, model, tracer_options)
     nodes = list(graph.nodes)
     names = tracer.node_to_qualname
-    recorder = _ShapeRecorder(fx.GraphModule(tracer.root, graph))
     with torch.no_grad():
-        recorder.run(_empty_image(_PROBE_SIZE))
-    shapes = recorder.shapes
+        ShapeProp(fx.GraphModule(tracer.root, graph)).propagate(_empty_image(_PROBE_SIZE))
+    # parameters (`get_attr`) are no feature maps
+    results = {node: node.meta.get("tensor_meta") for node in nodes if node.op != "get_attr"}
+    shapes = {node: list(result.shape) for node, result in results.items() if isinstance(result, TensorMetadata)}
     end = nodes[-1].args[0]
     if isinstance(end, fx.Node) and len(shapes.get(end, ())) == 2:  # logits
         end = nodes[_find_pooling_input(name, [names.get(node, "") for node in nodes])]
     last = _cut_at(names[end], shapes.get(end)) if isinstance(end, fx.Node) else None
     if last is None:
-        found = shapes.get(end) if isinstance(end, fx.Node) else "of several tensors"
+        shape = shapes.get(end) if isinstance(end, fx.Node) else "of several tensors"
         raise UsageError(
-            f"backbone {name!r}: a {_PROBE_SIZE}-pixel input gives features {found}, not a grid [N, D, H, W] of cells "
+            f"backbone {name!r}: a {_PROBE_SIZE}-pixel input gives features {shape}, not a grid [N, D, H, W] of cells "
             "that tile the image; use a network with padded convolutions, such as resnet18"
         )
     if stride is None or stride == last.stride:
@@ -94,16 +93,13 @@ def find_cut(
     if stride not in cuts:
         raise UsageError(
             f"stride {stride}: {name} has no feature map of this stride that all later layers go through; it has "
-            f"{', '.join(str(each) for each in sorted(cuts, reverse=True) if each > 1)}"
+            f"{', '.join(str(known) for known in sorted(cuts, reverse=True) if known > 1)}"
         )
     return cuts[stride]
 
 
 def find_unstrided_cut(
-    name: str,
-    model: nn.Module,
-    stride: int,
-    tracer_options: Mapping[str, Any] = _NO_OPTIONS,
+    name: str, model: nn.Module, stride: int, tracer_options: Mapping[str, Any] = _NO_OPTIONS
 ) -> Cut:
     """Return the last feature map of a network in which no layer coarsens a map of `stride` further.
 
@@ -111,18 +107,23 @@ def find_unstrided_cut(
     of layers stay, as in PIP-Net (Nauta et al., CVPR 2023). Kernels are not dilated.
 
     Args:
-        name: the network's name, for errors.
+        name, tracer_options: see `find_cut`.
         model: on the device `meta`; set to evaluation mode, and its strides are changed.
         stride: input pixels per cell, less than the network's own.
-        tracer_options: `leaf_modules` and `autowrap_functions`, which are not traced through.
 
     Raises:
         UsageError: the cells would not tile the image, or something other than a module's stride coarsens the map.
     """
     unstrided = _find_coarsening_modules(model.eval(), stride)
     remove_strides(model, unstrided)
-    _check_tiling(name, model, stride, unstrided)
-    cut = find_cut(name, model, tracer_options=tracer_options)
+    try:
+        cut = find_cut(name, model, tracer_options=tracer_options)
+    except UsageError as error:
+        # such as a convolution without padding, which loses cells
+        raise UsageError(
+            f"--keep-layers: {name} has no grid at stride {stride} with all of its layers ({error}); leave "
+            "--keep-layers out"
+        ) from None
     if cut.stride != stride:
         raise UsageError(
             f"--keep-layers: {name} ends at stride {cut.stride}, not {stride}, although all of its convolutions and "
@@ -139,18 +140,14 @@ def remove_strides(model: nn.Module, modules: Iterable[str]) -> None:
 
 
 def extract_classifier(
-    name: str,
-    model: nn.Module,
-    node: str,
-    tracer_options: Mapping[str, Any] = _NO_OPTIONS,
+    name: str, model: nn.Module, node: str, tracer_options: Mapping[str, Any] = _NO_OPTIONS
 ) -> nn.Module:
     """Return the layers after a feature map: features [N, D, H, W] to logits [N, C].
 
     Args:
-        name: the network's name, for errors.
+        name, tracer_options: see `find_cut`.
         model: a classifier; set to evaluation mode, and the result shares its layers under their names.
         node: the feature map, as `find_cut` names it.
-        tracer_options: `leaf_modules` and `autowrap_functions`, which are not traced through.
 
     Raises:
         UsageError: the network cannot be traced, or its logits depend on more than this feature map.
@@ -158,35 +155,20 @@ def extract_classifier(
     tracer, traced = _trace(name, model.eval(), tracer_options)
     # the copy knows its modules, without which dead code is not recognised, and keeps the nodes' order
     graph = fx.GraphModule(tracer.root, traced).graph
-    names = [tracer.node_to_qualname.get(each) for each in traced.nodes]
+    names = [tracer.node_to_qualname.get(traced_node) for traced_node in traced.nodes]
     nodes = dict(zip(names, list(graph.nodes), strict=True))
     with graph.inserting_before(next(iter(graph.nodes))):
         features = graph.placeholder("features")
     nodes[node].replace_all_uses_with(features)
     graph.eliminate_dead_code()
-    for each in list(graph.nodes):
-        if each.op == "placeholder" and each is not features:
-            if each.users:
+    for placeholder in list(graph.nodes):
+        if placeholder.op == "placeholder" and placeholder is not features:
+            if placeholder.users:
                 raise UsageError(
                     f"backbone {name!r}: its classifier needs more than the last feature map; use --head linear"
                 )
-            graph.erase_node(each)
+            graph.erase_node(placeholder)
     return fx.GraphModule(tracer.root, graph)
-
-
-class _ShapeRecorder(fx.Interpreter):
-    """Runs a graph and keeps the shape of every call's tensor."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.shapes: dict[fx.Node, list[int]] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        # parameters (`get_attr`) are no feature maps
-        if isinstance(result, Tensor) and n.op != "get_attr":
-            self.shapes[n] = list(result.shape)
-        return result
 
 
 def _check_sizes(name: str, model: nn.Module) -> None:
@@ -208,54 +190,28 @@ def _find_coarsening_modules(model: nn.Module, stride: int) -> tuple[str, ...]:
     They have an attribute `stride`. Only modules without children slide: a block may have one to choose its layers
     (ShuffleNet).
     """
-    found: dict[str, None] = {}  # in the order they run, once each
+    coarsening: dict[str, None] = {}  # in the order they run, once each
 
-    def record(path: str, inputs: Any, output: Any) -> None:
-        is_map = bool(inputs) and isinstance(inputs[0], Tensor) and inputs[0].dim() == 4
-        if is_map and inputs[0].shape[2] * stride <= _PROBE_SIZE and output.shape[2] < inputs[0].shape[2]:
-            found[path] = None
+    def record(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            is_map = bool(inputs) and isinstance(inputs[0], Tensor) and inputs[0].dim() == 4
+            if is_map and inputs[0].shape[2] * stride <= _PROBE_SIZE and output.shape[2] < inputs[0].shape[2]:
+                coarsening[path] = None
 
-    sliding = [path for path, each in model.named_modules() if hasattr(each, "stride") and not list(each.children())]
-    _run_with_hooks(model, sliding, record)
-    return tuple(found)
+        return hook
 
-
-def _check_tiling(name: str, model: nn.Module, stride: int, modules: Sequence[str]) -> None:
-    """Raise UsageError where a module that was given stride 1 loses cells, or the network does not run."""
-
-    def check(path: str, inputs: Any, output: Any) -> None:
-        before, after = inputs[0].shape[2], output.shape[2]
-        if before != after:
-            raise UsageError(
-                f"--keep-layers: at stride 1 {path} of {name} makes {after}x{after} cells of {before}x{before} for "
-                "lack of padding, which do not tile the image; leave --keep-layers out, or use a network with padded "
-                "convolutions, such as resnet50"
-            )
-
-    try:
-        _run_with_hooks(model, modules, check)
-    except UsageError:
-        raise
-    except Exception as error:  # the network's own: RuntimeError for shapes that do not fit, ...
-        raise UsageError(
-            f"--keep-layers: {name} does not run at stride {stride} with all of its layers ({first_line(error)}); "
-            "leave --keep-layers out"
-        ) from None
-
-
-def _run_with_hooks(model: nn.Module, modules: Iterable[str], hook: Callable[[str, Any, Any], None]) -> None:
-    """Run a network on one image and call `hook` with the path, inputs and output of each of the modules."""
-
-    def bind(path: str) -> Callable[..., None]:
-        return lambda module, inputs, output: hook(path, inputs, output)
-
-    handles = [model.get_submodule(path).register_forward_hook(bind(path)) for path in modules]
+    handles = [
+        module.register_forward_hook(record(path))
+        for path, module in model.named_modules()
+        if hasattr(module, "stride") and not list(module.children())
+    ]
     try:
         with torch.no_grad():
             model(_empty_image(_PROBE_SIZE))
     finally:
         for handle in handles:
             handle.remove()
+    return tuple(coarsening)
 
 
 def _empty_image(size: int) -> Tensor:
@@ -268,7 +224,7 @@ def _trace(name: str, model: nn.Module, tracer_options: Mapping[str, Any]) -> tu
 
     # as in `create_feature_extractor`, so that the nodes get the same names
     operators = [
-        each for each in vars(torchvision.ops).values() if isinstance(each, type) and issubclass(each, nn.Module)
+        kind for kind in vars(torchvision.ops).values() if isinstance(kind, type) and issubclass(kind, nn.Module)
     ]
     tracer = NodePathTracer(
         autowrap_modules=(math, torchvision.ops),

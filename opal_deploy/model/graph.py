@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from opal_deploy.artifact.metadata import InputKind
 from opal_deploy.model.network import OpalNetwork
 
-ATTENTION = "attention"
 PROJECTED = "projected"
 # types of the backbone; `tf32` is float32 whose products a GPU rounds, by a PyTorch setting
 TYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -1,20 +1,20 @@
 """Heads of other prototype networks: a score per prototype, the maximum over cells of a map, and logits W s + b.
 
 `softmax` is PIP-Net's (Nauta et al., CVPR 2023): prototypes are channels of a softmax. `distance` is ProtoPNet's (Chen
-et al., NeurIPS 2019): prototypes are vectors, and a score falls with the squared distance to the nearest cell. `cosine`
-has vectors, too: a score is a cell's largest cosine. Classes share prototypes, with the weights of the class map.
-`prototype_checkpoint` reads their checkpoints; they are not trained here.
+et al., NeurIPS 2019): prototypes are vectors, and a score falls with the squared distance to the nearest cell. Classes
+share prototypes, with the weights of the class map. `prototype_checkpoint` reads their checkpoints; they are not
+trained here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from opal_deploy.artifact.documents import HeadKind, Number, Similarity
+from opal_deploy.artifact.documents import Number
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD, Channels, Evidence
 from opal_deploy.errors import UsageError
 from opal_deploy.model.backbones import Backbone
@@ -27,15 +27,15 @@ class LinearHeadConfig:
     """The configuration of a linear head.
 
     Attributes:
-        kind: `softmax`, `distance` or `cosine`.
+        kind: `softmax` or `distance`.
         threshold: softmax: scores below it are 0.
         similarity: distance: how a score follows from a squared distance d, see `documents.Similarity`.
-        epsilon: distance: added to d, as `Similarity` says. cosine: added to the product of the lengths.
+        epsilon: distance: added to d, as `Similarity` says.
     """
 
-    kind: HeadKind
+    kind: Literal["softmax", "distance"]
     threshold: Number = 0.0
-    similarity: Similarity | None = None
+    similarity: Literal["log"] | None = None
     epsilon: Number = 0.0
 
     @property
@@ -45,7 +45,7 @@ class LinearHeadConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that matter for this kind, for the metadata."""
-        own = {"softmax": ("threshold",), "cosine": ("epsilon",)}.get(self.kind, ("similarity", "epsilon"))
+        own = ("threshold",) if self.kind == "softmax" else ("similarity", "epsilon")
         return {"kind": self.kind, **{name: getattr(self, name) for name in own}, "dropped": []}
 
 
@@ -69,8 +69,8 @@ class LinearHead(nn.Module):
     Attributes:
         config: of the head.
         projection: add-on layers: features [N, D, H, W] to G [N, P, H, W] of a softmax head, or to the cells' vectors
-            [N, D', H, W] of the others.
-        prototypes: float32 [P, D', 1, 1], of all but a softmax head.
+            [N, D', H, W] of a distance head.
+        prototypes: float32 [P, D', 1, 1], of a distance head.
         class_weights: float32 [P, C], in the layout of the product with scores, so that `edit` finds them in the graph.
         class_biases: float32 [C].
     """
@@ -89,7 +89,7 @@ class LinearHead(nn.Module):
     ) -> None:
         super().__init__()
         if (config.kind == "softmax") != (prototypes is None):
-            raise ValueError("every head but a softmax head has prototypes")
+            raise ValueError("a distance head has prototypes, a softmax head has none")
         self.config = config
         self.projection = projection
         self.register_buffer("class_weights", weights.detach().float().T.contiguous())
@@ -117,7 +117,7 @@ class LinearHead(nn.Module):
         return HeadOutputs(logits, scores, argmax, attention)
 
     def _closeness(self, projected: Tensor) -> Tensor:
-        """Return [N, P, H, W], the larger the closer: a softmax, minus a squared distance, or a cosine."""
+        """Return [N, P, H, W], the larger the closer: a softmax, or minus a squared distance."""
         if self.config.kind == "softmax":
             # as `OpalHead.attend`: ONNX Runtime's softmax is ten times faster over the last axis
             cells: Tensor = projected.flatten(2).transpose(1, 2).softmax(dim=2)
@@ -125,16 +125,12 @@ class LinearHead(nn.Module):
         squares = (projected * projected).sum(1, keepdim=True)
         lengths = (self.prototypes * self.prototypes).sum((1, 2, 3)).reshape(1, -1, 1, 1)
         products = nn.functional.conv2d(projected, self.prototypes)
-        if self.config.kind == "cosine":
-            return products / (torch.sqrt(squares) * torch.sqrt(lengths) + self.config.epsilon)
         return -torch.relu(squares - 2 * products + lengths)
 
     def _to_scores(self, closeness: Tensor) -> Tensor:
         """Return the scores of a closeness by an increasing function, which leaves the maximum in place."""
-        if self.config.kind != "distance":
+        if self.config.kind == "softmax":
             return closeness
-        if self.config.similarity == "exp":
-            return torch.exp(-torch.sqrt(self.config.epsilon - closeness))
         return torch.log((1.0 - closeness) / (self.config.epsilon - closeness))
 
 

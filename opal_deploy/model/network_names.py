@@ -41,7 +41,7 @@ def check_network(name: str) -> None:
     """
     if name.startswith(TIMM_PREFIX):
         require("timm", "timm", "a timm backbone")
-        title, network, names = "timm has no such network", _split_tag(name), list(_find_networks("timm"))
+        title, network, names = "timm has no such network", split_timm_name(name)[0], list(_find_networks("timm"))
     else:
         require("torchvision", "train", "a backbone")
         title, network, names = "torchvision has no such classifier", name, list_torchvision_networks()
@@ -71,8 +71,10 @@ def check_weights(name: str, weights: str) -> None:
         )
 
 
-def _split_tag(name: str) -> str:
-    return name.removeprefix(TIMM_PREFIX).partition(".")[0]
+def split_timm_name(name: str) -> tuple[str, str]:
+    """Return architecture and tag of `timm:NAME.TAG`; the tag of `timm:NAME` is empty."""
+    architecture, _, tag = name.removeprefix(TIMM_PREFIX).partition(".")
+    return architecture, tag
 
 
 @cache

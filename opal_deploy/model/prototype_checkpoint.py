@@ -18,32 +18,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec.yaml
 import torch
 from torch import Tensor, nn
 
-from opal_deploy.errors import CheckpointError, UsageError, require
+from opal_deploy.errors import CheckpointError, UsageError, first_line, require
 from opal_deploy.model import backbones, state_dicts
 from opal_deploy.model.backbones import Backbone
 from opal_deploy.model.linear_head import LinearHead, LinearHeadConfig, LinearNetwork, LinearNetworkConfig
 
 # PIP-Net ignores scores under this at inference; CaBRNet's PIP-Net does not
 _PIPNET_THRESHOLD = 0.1
-# of the logarithm, in ProtoPNet's code
-_PROTOPNET_EPSILON = 1e-4
+# ProtoPNet's head, with the epsilon of its own code
+_PROTOPNET = LinearHeadConfig("distance", similarity="log", epsilon=1e-4)
 # the channels above which PIP-Net's ConvNeXts keep stride 1, by the name of the network
 _PIPNET_CHANNELS = {"convnext_tiny_26": 100, "convnext_tiny_13": 300}
-# CaBRNet's similarities: the head that each gives, with its own stability factor
-_SIMILARITIES = {
-    "ProtoPNetSimilarity": LinearHeadConfig("distance", similarity="log", epsilon=_PROTOPNET_EPSILON),
-    "LegacyProtoPNetSimilarity": LinearHeadConfig("distance", similarity="log", epsilon=_PROTOPNET_EPSILON),
-    "ProtoTreeSimilarity": LinearHeadConfig("distance", similarity="exp", epsilon=1e-14),
-    "CosineSimilarity": LinearHeadConfig("cosine", epsilon=1e-8),
-}
+# CaBRNet's names of ProtoPNet's similarity
+_SIMILARITIES = ("ProtoPNetSimilarity", "LegacyProtoPNetSimilarity")
 _ADD_ONS = ("Conv2d", "BatchNorm2d", "ReLU", "Sigmoid", "Identity")
-_REASONS = {
-    "ProtoPoolClassifier": "its scores subtract the similarity of the mean distance, so no single cell is the evidence",
-    "ProtoTreeClassifier": "its answer is a product along the paths of a tree, not a sum over prototypes",
-}
 
 
 class _Parts(NamedTuple):
@@ -87,10 +79,7 @@ def load_network(path: Path, raw: Mapping[str, Any], arch: str, input_size: tupl
     except KeyError as error:
         raise CheckpointError(f"{path}: its state dict has no {error.args[0]}, which --arch {arch} has") from None
     holder = nn.ModuleDict({"body": parts.backbone.body, "add_on": parts.add_on})
-    shapes = state_dicts.get_shapes(parts.state)
-    if errors := state_dicts.describe_key_errors(state_dicts.get_shapes(holder.state_dict()), shapes):
-        raise CheckpointError(f"{path} does not fit --arch {arch}: {errors}")
-    holder.load_state_dict({key: value.float() for key, value in parts.state.items()}, strict=False)
+    state_dicts.load_exactly(holder, parts.state, f"{path} does not fit --arch {arch}")
     head = LinearHead(parts.config, parts.add_on, parts.weights, parts.biases, parts.prototypes)
     config = LinearNetworkConfig(parts.backbone_name, len(parts.weights), input_size, parts.config)
     network = LinearNetwork(config, parts.backbone, head).eval()
@@ -102,12 +91,12 @@ def _check_head(path: Path, network: LinearNetwork) -> None:
     """Raise CheckpointError unless the head's tensors fit each other."""
     head: Any = network.head
     with torch.no_grad():
-        projected = head.projection(torch.zeros(1, network.backbone.num_features, 1, 1))
-    has_vectors = head.config.kind != "softmax"
-    found = tuple(head.prototypes.shape) if has_vectors else projected.shape[1]
-    expected = (head.num_prototypes, projected.shape[1], 1, 1) if has_vectors else head.num_prototypes
-    if found != expected:
-        raise CheckpointError(f"{path}: prototypes of shape {found} found, {expected} expected by its last layer")
+        width = head.projection(torch.zeros(1, network.backbone.num_features, 1, 1)).shape[1]
+    is_softmax = head.config.kind == "softmax"
+    shape = (width,) if is_softmax else tuple(head.prototypes.shape)
+    expected = (head.num_prototypes,) if is_softmax else (head.num_prototypes, width, 1, 1)
+    if shape != expected:
+        raise CheckpointError(f"{path}: prototypes of shape {shape} found, {expected} expected by its last layer")
 
 
 def _read_pipnet(name: str, state: dict[str, Tensor]) -> _Parts:
@@ -136,7 +125,7 @@ def _read_protopnet(name: str, state: dict[str, Tensor]) -> _Parts:
     backbone = backbones.build_with_strides(name, None, lambda _, layer: int(layer.stride[0]))
     return _Parts(
         backbone, name, _add_on_of(state, "add_on_layers.", sigmoid=True),
-        LinearHeadConfig("distance", similarity="log", epsilon=_PROTOPNET_EPSILON),
+        _PROTOPNET,
         state["last_layer.weight"], state.get("last_layer.bias"), state["prototype_vectors"],
         {**_take(state, "features.", "body."), **_take(state, "add_on_layers.", "add_on.")},
     )  # fmt: skip
@@ -164,41 +153,36 @@ def _read_cabrnet(path: Path, state: dict[str, Tensor]) -> _Parts:
     try:
         extractor, classifier = document["extractor"], document["classifier"]
         base, kind = extractor["backbone"], str(classifier["name"])
-        pipelines = [value for key, value in extractor.items() if key != "backbone" and "source_layer" in value]
-        # earlier versions of CaBRNet name the layer under `backbone`
-        pipeline = (
-            {"source_layer": base["layer"], "add_on": extractor.get("add_on")} if "layer" in base else pipelines[0]
-        )
+        pipeline = next(value for key, value in extractor.items() if key != "backbone" and "source_layer" in value)
         stride_of = _stride_divider(base.get("postprocess") or {}, path)
         backbone = backbones.build_with_strides(str(base["arch"]).lower(), str(pipeline["source_layer"]), stride_of)
         add_on = _build_add_on(pipeline.get("add_on") or {}, backbone.num_features, path)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, StopIteration, TypeError) as error:
         raise UsageError(f"{path}: not a model_arch.yml of CaBRNet with one extracted layer ({error!r})") from None
     if kind not in ("PIPNetClassifier", "ProtoPNetClassifier"):
-        reason = _REASONS.get(kind, "only PIPNetClassifier and ProtoPNetClassifier are known")
-        raise UsageError(f"{path}: {kind} cannot be exported: {reason}")
+        raise UsageError(
+            f"{path}: {kind} cannot be exported; only PIPNetClassifier and ProtoPNetClassifier add up scores of single "
+            "cells"
+        )
     weights, prototypes = state["classifier.last_layer.weight"], None
     config = LinearHeadConfig("softmax")
     if kind == "PIPNetClassifier":
         weights = torch.relu(weights)
     else:
-        config, prototypes = _similarity(document.get("similarity"), path), state["classifier.prototypes"]
+        config, prototypes = _read_similarity(document.get("similarity"), path), state["classifier.prototypes"]
     return _Parts(
         backbone, backbone.name, add_on, config, weights, state.get("classifier.last_layer.bias"), prototypes,
         {**_take(state, "extractor.convnet.", "body."), **_take(state, "extractor.add_on.", "add_on.")},
     )  # fmt: skip
 
 
-def _similarity(document: Any, path: Path) -> LinearHeadConfig:
-    """Return the head with one of CaBRNet's similarities; ProtoPNet's where none is named."""
+def _read_similarity(document: Any, path: Path) -> LinearHeadConfig:
+    """Return the head with ProtoPNet's similarity, whose epsilon CaBRNet's `stability_factor` replaces."""
     document = document or {}
-    name, params = document.get("name", "LegacyProtoPNetSimilarity"), document.get("params") or {}
-    if name not in _SIMILARITIES:
-        raise UsageError(f"{path}: similarity {name} cannot be exported; known are {', '.join(_SIMILARITIES)}")
-    if params.get("log_probabilities"):
-        raise UsageError(f"{path}: similarity {name} with log_probabilities cannot be exported")
-    config = _SIMILARITIES[name]
-    return replace(config, epsilon=float(params.get("stability_factor", config.epsilon)))
+    name, params = document.get("name", _SIMILARITIES[0]), document.get("params") or {}
+    if name not in _SIMILARITIES or params.get("log_probabilities"):
+        raise UsageError(f"{path}: similarity {name} {params or ''} cannot be exported; known: {_SIMILARITIES[0]}")
+    return replace(_PROTOPNET, epsilon=float(params.get("stability_factor", _PROTOPNET.epsilon)))
 
 
 def _stride_divider(postprocess: Mapping[str, Any], path: Path) -> Callable[[str, nn.Conv2d], int]:
@@ -217,7 +201,7 @@ def _stride_divider(postprocess: Mapping[str, Any], path: Path) -> Callable[[str
 
 def _build_add_on(document: Mapping[str, Any], channels: int, path: Path) -> nn.Module:
     """Return CaBRNet's add-on layers, named as in its state dict."""
-    layers: dict[str, nn.Module] = {}
+    layers = nn.Sequential()
     for name, layer in document.items():
         if name == "init_mode":
             continue
@@ -229,24 +213,16 @@ def _build_add_on(document: Mapping[str, Any], channels: int, path: Path) -> nn.
         if layer["type"] == "Conv2d":
             settings["in_channels"] = settings.get("in_channels") or channels
             channels = settings["out_channels"]
-        layers[str(name)] = getattr(nn, layer["type"])(**settings)
-    sequence = nn.Sequential()
-    for name, layer in layers.items():
-        sequence.add_module(name, layer)
-    return sequence
+        layers.add_module(str(name), getattr(nn, layer["type"])(**settings))
+    return layers
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     require("yaml", "export", "--arch FILE.yml", pip_name="pyyaml")
-    import yaml
-
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        line = " ".join(str(error).split())
-        raise UsageError(f"--arch {path}: not a readable YAML file ({line})") from None
-    if not isinstance(document, dict):
-        raise UsageError(f"--arch {path}: expected CaBRNet's model_arch.yml, found {type(document).__name__}")
+        document: dict[str, Any] = msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(f"--arch {path}: not a readable YAML file ({first_line(error)})") from None
     return document
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import warnings
 from collections.abc import Collection, Mapping
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opal_deploy.errors import CheckpointError, first_line
 
@@ -68,27 +69,20 @@ def load_torch_file(path: Path) -> Any:
     Raises:
         CheckpointError: the file is damaged, or holds objects that only unsafe loading accepts.
     """
-    import pickle
-
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about formats that are refused next
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         # the class or function that the file imports; other reasons are pickle's own codes
-        found = _PICKLED_OBJECT.search(str(error))
-        if found is None:
+        imported = _PICKLED_OBJECT.search(str(error))
+        if imported is None:
             raise CheckpointError(f"{path}: damaged, or not a PyTorch file; copy or save it again") from None
         raise CheckpointError(
-            f"{path}: refused, since it holds a Python object ({found[1]}), and loading that may run any code; save "
+            f"{path}: refused, since it holds a Python object ({imported[1]}), and loading that may run any code; save "
             "only its tensors where it was made: torch.save(model.state_dict(), 'weights.pth')"
         ) from None
     except Exception as error:  # damaged bytes make torch's readers fail in any way: IndexError, struct.error, ...
-        if "TorchScript" in str(error):
-            raise CheckpointError(
-                f"{path}: a TorchScript archive, which is a program; save only its tensors: "
-                f"torch.save(torch.jit.load({path.name!r}).state_dict(), 'weights.pth')"
-            ) from None
         raise CheckpointError(
             f"{path}: not a readable PyTorch file ({first_line(error)}); copy or save it again"
         ) from None
@@ -119,6 +113,17 @@ def describe_key_errors(
         for kind, keys in errors.items()
         if keys
     )
+
+
+def load_exactly(module: nn.Module, state: Mapping[str, Tensor], problem: str) -> None:
+    """Load a state dict with the module's own keys and shapes, as the module's type of number.
+
+    Raises:
+        CheckpointError: other keys or shapes; the message begins with `problem` and names every one of them.
+    """
+    if errors := describe_key_errors(get_shapes(module.state_dict()), get_shapes(state)):
+        raise CheckpointError(f"{problem}: {errors}")
+    module.load_state_dict(state, strict=False)
 
 
 def get_shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:

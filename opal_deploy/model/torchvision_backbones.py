@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
 import torch
 from torch import Tensor, nn
@@ -70,15 +68,6 @@ def download_weights(name: str, weights: str) -> tuple[dict[str, Tensor], str]:
             "download the file elsewhere and give its path: --weights FILE"
         ) from None
     return state, f"torchvision {weights}"
-
-
-def find_downloaded(name: str, weights: str) -> Path | None:
-    """Return the file that `download_weights` keeps; None without one."""
-    import torchvision
-
-    url = torchvision.models.get_model_weights(name)[weights].url
-    path = Path(torch.hub.get_dir()) / "checkpoints" / Path(urlparse(url).path).name
-    return path if path.is_file() else None
 
 
 def convert_sync_batch_norm(network: nn.Module) -> nn.Module:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from opal_deploy.artifact.files import read_secret
 from opal_deploy.errors import UsageError, require
 from opal_deploy.logs import Log, WarningLine
 from opal_deploy.options import StrPath
@@ -190,7 +189,8 @@ def _read_pem(path: StrPath, option: str, kind: Literal["private", "public"], hi
     for module in ("cryptography", "rfc8785"):
         require(module, "sign", option)
     try:
-        data = read_secret(path, _MAX_KEY_BYTES + 1)
+        with open(path, "rb") as stream:
+            data = stream.read(_MAX_KEY_BYTES + 1)
     except OSError as error:
         raise UsageError(f"{option} {path}: cannot be read ({error.strerror or error}); expected a PEM file") from None
     keys = re.findall(rb"-----BEGIN (?:[A-Z]+ )*?(PRIVATE|PUBLIC) KEY-----", data)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from opal_deploy.artifact.files import read_secret
 from opal_deploy.errors import UsageError
 from opal_deploy.options import (
     Batch,
@@ -78,10 +77,13 @@ def read_token(path: StrPath | None) -> str | None:
         UsageError: the file cannot be read, or the token is not one line of printable ASCII.
     """
     origin = TOKEN_VARIABLE if path is None else f"--token-file {path}"
-    try:
-        token = os.environ.get(TOKEN_VARIABLE) if path is None else read_secret(path, _MOST_BYTES).decode("latin-1")
-    except OSError as error:
-        raise UsageError(f"{origin}: cannot be read ({error.strerror or error})") from None
+    token = os.environ.get(TOKEN_VARIABLE)
+    if path is not None:
+        try:
+            with open(path, "rb") as stream:
+                token = stream.read(_MOST_BYTES).decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{origin}: cannot be read ({getattr(error, 'strerror', None) or 'not text'})") from None
     if token is None:
         return None
     token = token.strip()

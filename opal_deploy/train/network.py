@@ -125,16 +125,14 @@ def describe_run(options: TrainOptions, config: Mapping[str, Any], epochs: int) 
 
 
 def describe_weights(network: OpalNetwork, weights: str | None) -> dict[str, Any]:
-    """Return the origin of the backbone's initial weights, the sha256 of their file, and its library's details."""
+    """Return the origin of the backbone's initial weights, the sha256 of a file, and its library's details."""
     if weights is None:
         return {"origin": "random"}
     name = network.config.backbone
-    library = get_library(name)
-    path = Path(weights) if Path(weights).is_file() else library.find_downloaded(name, weights)
-    details = library.get_pretrained_config(name, weights).details
+    details = get_library(name).get_pretrained_config(name, weights).details
     return {
         "origin": network.weights_origin,
-        "sha256": None if path is None else compute_sha256(path),
+        "sha256": compute_sha256(Path(weights)) if Path(weights).is_file() else None,
         **({"pretrained_cfg": details} if details else {}),
     }
 

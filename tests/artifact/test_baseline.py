@@ -52,7 +52,7 @@ def test_what_the_model_does_not_compute_is_left_out():
     assert Baseline.from_dict(json.loads(json.dumps(baseline.to_dict()))) == baseline
 
 
-@pytest.mark.parametrize("images", [1, 18, 19, 20, 60, 999, 1000, 1001, 1999, 2500])
+@pytest.mark.parametrize("images", [1, 19, 20, 1000, 1001, 2500])
 @pytest.mark.parametrize("rate", [0.05, 0.1, 0.5])
 def test_of_exchangeable_images_at_most_the_rate_exceeds_the_threshold(images, rate):
     # each image's rank is its OOD score
@@ -84,16 +84,12 @@ def test_the_rate_of_new_images_above_the_threshold_lies_in_its_interval(images,
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        ({"images": None}, r"\.images None"), ({"images": "many"}, r"\.images 'many'"),
-        ({"images": float("inf")}, r"\.images inf"), ({"ood_score": [0.5] * 19}, ".*19 OOD scores"),
-        ({"ood_score": [float("nan")] * 20}, r"\.ood_score\[0\] nan"), ({"slots": None}, r"\.slots None"),
-        ({"quantiles": {"cosine": [0.1]}}, r"\.quantiles\[\.\.\.\]"),
-        ({"quantiles": {"cosine": [None] * 21}}, ".*null"),
-        ({"quantiles": []}, r"\.quantiles \[\]"), ({"slots": {"channel": [0]}}, r"\.slots .*`images`"),
-        ({"pooled": {"images": 3}}, r"\.pooled .*`score`"),
-        ({"classes": ["a"]}, r"\.classes\[0\] 'a'"), ({"classes": []}, ".*0 of its classes"),
+        ({"images": None}, r"\.images None"), ({"images": float("inf")}, r"\.images inf"),
+        ({"ood_score": [0.5] * 19}, ".*19 OOD scores"), ({"ood_score": [float("nan")] * 20}, r"\.ood_score\[0\] nan"),
+        ({"slots": None}, r"\.slots None"), ({"quantiles": {"cosine": [0.1]}}, r"\.quantiles\[\.\.\.\]"),
+        ({"slots": {"channel": [0]}}, r"\.slots .*`images`"), ({"pooled": {"images": 3}}, r"\.pooled .*`score`"),
         ({"classes": [-1]}, r"\.classes\[0\] -1"), ({"classes": [19]}, ".*19 of its classes"),
-        ({"classes": [10**30]}, r"\.classes\[0\] 10"), ({"stride": 0}, r"\.stride 0"), ({"background": -1}, ".*-1"),
+        ({"stride": 0}, r"\.stride 0"),
     ],
     ids=str,
 )  # fmt: skip

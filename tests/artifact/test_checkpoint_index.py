@@ -48,13 +48,11 @@ def test_it_agrees_with_torch(network, tmp_path):
 
 
 def test_tensors_of_any_usual_type_and_views_have_their_own_shapes(tmp_path):
-    types = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
     base = torch.zeros(10, 10)
-    document = {str(dtype): torch.zeros(2, 3, dtype=dtype) for dtype in types}
+    document = {str(dtype): torch.zeros(2, 3, dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.bool)}
     document |= {"scalar": torch.zeros(()), "view": base[2:5, ::2], "turned": base[:3].T}
     index = read_index(_save(tmp_path / "c.pt", document))
-    assert [index[str(dtype)].shape for dtype in types] == [(2, 3)] * 6
-    assert [index[name].shape for name in ("scalar", "view", "turned")] == [(), (3, 5), (10, 3)]
+    assert [info.shape for info in index.values()] == [(2, 3)] * 3 + [(), (3, 5), (10, 3)]
 
 
 class _Payload:
@@ -80,7 +78,7 @@ def test_code_is_refused_and_not_run(tmp_path):
 def test_a_truncated_file_is_refused_in_one_line(network, tmp_path):
     path = _save(tmp_path / "c.pt", network.state_dict())
     content = path.read_bytes()
-    for share in (0.0, 0.2, 0.5, 0.9, 0.99):
+    for share in (0.0, 0.5, 0.99):
         path.write_bytes(content[: int(share * len(content))])
         with pytest.raises(ArtifactError, match=r"\A.*\Z"):
             read_index(path)
@@ -111,6 +109,5 @@ def test_other_zips_and_files_are_refused(tmp_path):
             read_index(path)
     with pytest.raises(ArtifactError, match=r"nowhere\.pt"):
         read_index(tmp_path / "nowhere.pt")
-    for document in ([1], "text", 3):
-        with pytest.raises(ArtifactError, match="expected a dictionary"):
-            read_index(_save(path, document))
+    with pytest.raises(ArtifactError, match="expected a dictionary"):
+        read_index(_save(path, [1]))

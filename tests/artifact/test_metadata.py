@@ -23,6 +23,10 @@ METADATA = Metadata(
 )
 
 
+RISK = {"images": 3, "error": 0.3, "aurc": 0.2, "coverage_at_error": {"0.01": 0.0}, "levels": [[0.1, 3, 1]]}
+EVALUATION = {**dict.fromkeys(("when", "opal_deploy", "model", "data", "split"), "x"), "images": 60, "accuracy": 1.0}
+
+
 def _document(**change):
     return {**json.loads(METADATA.to_json()), **change}
 
@@ -64,14 +68,15 @@ def test_a_key_that_was_added_after_schema_1_began_may_be_missing():
 
 
 def test_a_key_of_a_later_version_is_kept_where_the_document_is_written_again():
-    later = _document(invented_later=[1], unknown={"a": 2})
+    risk = {**RISK, "split": "val", "error": 1}
+    later = _document(invented_later=[1], unknown={"a": 2}, risk=risk)
     read = Metadata.from_json(json.dumps(later))
-    assert json.loads(replace(read, edits=()).to_json()) == later
+    # as texts: a whole number stays one
+    again = json.loads(replace(read, edits=()).to_json())
+    assert json.dumps(again, sort_keys=True) == json.dumps(later, sort_keys=True)
 
 
-@pytest.mark.parametrize(
-    "keys", [["crop"], ["head", "class_names"], list(_document().keys() - {"schema"} - ADDED_LATER)], ids=len
-)
+@pytest.mark.parametrize("keys", [["crop"], list(_document().keys() - {"schema"} - ADDED_LATER)], ids=len)
 def test_keys_that_are_missing_are_named_at_once(keys):
     document = {key: value for key, value in _document().items() if key not in keys}
     with pytest.raises(ArtifactError, match=f"lacks {', '.join(sorted(keys))}"):
@@ -80,49 +85,31 @@ def test_keys_that_are_missing_are_named_at_once(keys):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[1]", "3", "null", '"text"', "\x00", pytest.param("[" * 100_000, id="deeply nested")],
+    ["", "{", "[1]", pytest.param("[" * 100_000, id="deeply nested")],
 )
 def test_what_is_no_json_object_is_refused(text):
     with pytest.raises(ArtifactError, match=r"m\.onnx"):
         Metadata.from_json(text, "m.onnx")
 
 
-RISK = {"images": 3, "error": 0.3, "aurc": 0.2, "coverage_at_error": {"0.01": 0.0}, "levels": [[0.1, 3, 1]]}
-EVALUATION = {**dict.fromkeys(("when", "opal_deploy", "model", "data", "split"), "x"), "images": 60, "accuracy": 1.0}
-
-
-def test_documents_keep_their_values_and_unknown_keys():
-    documents = {"risk": {**RISK, "split": "val"}, "evaluation": {**EVALUATION, "accuracy": 1, "later": [0.5]}}
-    read = Metadata.from_json(json.dumps(_document(**documents)))
-    assert json.dumps({name: read.to_dict()[name] for name in documents}) == json.dumps(documents)
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        {"evidence": "some"}, {"precision": "fp4"}, {"input_kind": "float64"}, {"grid": [7]}, {"grid": [0, 7]},
-        {"grid": ["7", 7]}, {"grid": 7}, {"grid": [True, True]}, {"input_size": [224.0, 224]}, {"input_size": None},
-        {"mean": [0.5]}, {"std": "one"}, {"class_names": []}, {"class_names": 3}, {"class_names": [1, 2]},
-        {"outputs": {}}, {"prototypes_per_class": 0}, {"prototypes_per_class": "5"}, {"prototypes_per_class": 10**30},
-        {"head": []},
-        {"head": {"distance": "l2"}}, {"head": {"epsilon": 1e-8}}, {"head": {"distance": 1.5, "epsilon": 1e-8}},
-        {"head": {"distance": "l2", "epsilon": "x"}}, {"grid": [1000, 7]}, {"test_vectors": []}, {"risk": []},
-        {"risk": {"aurc": 0.1}}, {"source": "x"}, {"verification": None}, {"file_sha256": 3},
-        {"calibration": {"temperature": 0}}, {"keep_layers": 1},
-        {"outputs": ["scores"]}, {"outputs": TOP_OUTPUTS}, {"outputs": TOP_OUTPUTS[:3], "top_k": 2}, {"top_k": 2},
-        {"outputs": TOP_OUTPUTS, "top_k": 5}, {"outputs": TOP_OUTPUTS, "top_k": "2"}, {"schema": None}, {"schema": 0},
-        {"schema": 2}, {"schema": "1"}, {"resize": "half a pair: \ud800"}, {"exporter": {"opset": float("inf")}},
-        {"exporter": json.loads("[" * 40 + "]" * 40)}, {"source": {"a": json.loads("[" * 400 + "]" * 400)}},
-        {"verification": {"gate": [1]}}, {"verification": {"gate": {"tie": "x"}}}, {"verification": {"skipped": 1}},
-        {"training": {"metrics": [1]}}, {"training": {"metrics": {"loss": float("nan")}}},
-        {"training": {"weights": {"pretrained_cfg": {"tag": "a1"}}}}, {"training": {"start": {"reset": [0.5]}}},
+        {"evidence": "some"}, {"grid": [7]}, {"grid": [0, 7]}, {"grid": ["7", 7]}, {"grid": [True, True]},
+        {"input_size": [224.0, 224]}, {"mean": [0.5]}, {"class_names": []}, {"class_names": [1, 2]}, {"outputs": {}},
+        {"prototypes_per_class": 0}, {"prototypes_per_class": 10**30}, {"head": []}, {"head": {"distance": "l2"}},
+        {"head": {"distance": 1.5, "epsilon": 1e-8}}, {"head": {"distance": "l2", "epsilon": "x"}},
+        {"grid": [1000, 7]}, {"test_vectors": []}, {"risk": {"aurc": 0.1}}, {"verification": None},
+        {"file_sha256": 3}, {"calibration": {"temperature": 0}}, {"keep_layers": 1}, {"outputs": ["scores"]},
+        {"outputs": TOP_OUTPUTS}, {"outputs": TOP_OUTPUTS[:3], "top_k": 2}, {"top_k": 2},
+        {"outputs": TOP_OUTPUTS, "top_k": 5}, {"schema": None}, {"schema": 2}, {"schema": "1"},
+        {"resize": "half a pair: \ud800"}, {"exporter": {"opset": float("inf")}},
+        {"exporter": json.loads("[" * 40 + "]" * 40)}, {"verification": {"gate": {"tie": "x"}}},
+        {"training": {"metrics": {"loss": float("nan")}}}, {"training": {"weights": {"pretrained_cfg": {"tag": "a1"}}}},
         {"risk": {**RISK, "levels": []}}, {"risk": {**RISK, "levels": [[0.1, 3, 4]]}}, {"risk": {**RISK, "images": 4}},
-        {"risk": {**RISK, "coverage_at_error": {"x": 1.0}}}, {"risk": {**RISK, "error": 10**400}},
-        {"edits": {}}, {"edits": [1]}, {"edits": [{"dropped": ["a/1"]}]}, {"calibration": {"images": 3}},
-        {"receptive_field": {"stride": 0}}, {"evaluation": {"images": 3}}, {"evaluation": {**EVALUATION, "images": -1}},
+        {"risk": {**RISK, "error": 10**400}}, {"edits": [{"dropped": ["a/1"]}]}, {"calibration": {"images": 3}},
+        {"receptive_field": {"stride": 0}}, {"evaluation": {**EVALUATION, "images": -1}},
         {"evaluation": {**EVALUATION, "pointing_game": {"part": {"mean": 0.5}}}},
-        {"evaluation": {**EVALUATION, "faithfulness": {"images": 3, "removal": "x", "same_cell": {}}}},
-        {"test_vectors": {"images": {"a": 1}}},
     ],
     ids=lambda change: reprlib.repr(change).encode("ascii", "replace").decode(),
 )  # fmt: skip

@@ -41,15 +41,12 @@ VECTORS = {"num_features": 64, "num_proto_per_class": 10, "proto_init_mode": "UN
 NETWORKS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "PIPNet": ({}, {}, "None"),
     "ProtoPNet": (VECTORS, {"add_on": ADD_ON}, "ProtoPNetSimilarity"),
-    "ProtoPNet, exp": (VECTORS, {"add_on": ADD_ON}, "ProtoTreeSimilarity"),
-    "ProtoPNet, cosine": (VECTORS, {"add_on": ADD_ON}, "CosineSimilarity"),
 }
 
 
 def build(name: str, folder: Path, postprocess: dict[str, Any] | None = None, num_classes: int = CLASSES) -> Any:
     """Return CaBRNet's network, after writing its architecture; with other strides if `postprocess` has them."""
     settings, layer, similarity = NETWORKS[name]
-    name = name.partition(",")[0]
     backbone = {} if postprocess is None else {"postprocess": postprocess}
     module = f"cabrnet.archs.{name.lower()}"
     params = {"num_classes": num_classes, **settings}

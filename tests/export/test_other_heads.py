@@ -215,26 +215,6 @@ def test_protopnet_s_own_state_dict_is_read_and_its_pickled_module_is_not(tmp_pa
     assert "holds a Python object" in error
 
 
-@pytest.mark.parametrize("name", ["ProtoTreeSimilarity", "CosineSimilarity"])
-def test_cabrnet_s_other_similarities_answer_as_their_formulas(name, tmp_path, opal):
-    theirs, images = Theirs("proto"), example_images(12, SIDE, SIDE)
-    theirs.save_cabrnet(tmp_path, name, {"stability_factor": 1e-3})
-    check(opal("export", "model_state.pth", "--arch", "model_arch.yml", *OPTIONS, cwd=tmp_path))
-    with torch.no_grad():
-        cells = theirs.add_on(theirs.body(_normalise(images))).flatten(2)[:, None].double()
-    vectors = theirs.prototypes.flatten(1)[None, :, :, None].double()
-    if name == "CosineSimilarity":
-        maps = (cells * vectors).sum(2) / (cells.norm(dim=2) * vectors.norm(dim=2) + 1e-3)
-    else:
-        maps = torch.exp(-torch.sqrt(((cells - vectors) ** 2).sum(2) + 1e-3))
-    scores, where = maps.max(2)
-    outputs = OnnxSession(tmp_path / "model_state.onnx", device="cpu", threads=1).run(images)
-    np.testing.assert_allclose(outputs.scores, scores, rtol=1e-4)
-    np.testing.assert_allclose(outputs.logits, scores @ theirs.weights.double().T, rtol=1e-4, atol=1e-4)
-    np.testing.assert_array_equal(outputs.argmax, where)
-    assert onnx_file.read_metadata(tmp_path / "model_state.onnx").head["epsilon"] == 1e-3
-
-
 def test_prototypes_that_are_cells_of_the_images_pass_the_gate(tmp_path, opal):
     theirs, images = Theirs("proto"), example_images(64, SIDE, SIDE)
     with torch.no_grad():
@@ -269,7 +249,10 @@ def test_what_does_not_fit_is_named_in_one_line(exported, arch, expected, opal):
 def test_a_head_whose_scores_are_no_single_cells_is_refused_with_the_reason(tmp_path, opal):
     Theirs("proto").save_cabrnet(tmp_path, name="ProtoPoolClassifier")
     error = one_line(opal("export", "model_state.pth", "--arch", "model_arch.yml", *OPTIONS, cwd=tmp_path))
-    assert "no single cell is the evidence" in error
+    assert "scores of single cells" in error
+    Theirs("proto").save_cabrnet(tmp_path, "CosineSimilarity")
+    error = one_line(opal("export", "model_state.pth", "--arch", "model_arch.yml", *OPTIONS, cwd=tmp_path))
+    assert "similarity CosineSimilarity" in error
 
 
 PACKED = {"dtype": "float32", "zlib": ""}

@@ -94,52 +94,36 @@ class TestOurs:
         assert read.network.config.head == LINEAR_BASELINE
         assert torch.equal(read.network.head.classifier.weight, baseline.network.head.classifier.weight)
 
-    @pytest.mark.parametrize("names", [[], ["a"], ["a", "b", "c", "d"]], ids=len)
-    def test_a_wrong_number_of_class_names_is_refused(self, ours, names):
-        assert f"{len(names)} class names for 3 classes" in refusal(ours, class_names=names)
+    def test_a_wrong_number_of_class_names_is_refused(self, ours):
+        assert "2 class names for 3 classes" in refusal(ours, class_names=["a", "b"])
 
     def test_wrong_keys_are_listed(self, ours, save):
         document = torch.load(ours, weights_only=True)
         state = document["state_dict"]
         del state["head.projection.bias"]
-        state["extra.one"], state["head.projection.weight"] = torch.zeros(1), torch.zeros(9, 1024, 1, 1)
+        state["extra"], state["head.projection.weight"] = torch.zeros(1), torch.zeros(9, 1024, 1, 1)
         line = refusal(save(document))
-        shape = "head.projection.weight [9, 1024, 1, 1] instead of [6, 1024, 1, 1]"
-        for part in ("1 missing", "head.projection.bias", "1 unexpected", "extra.one", "1 of another shape", shape):
+        for part in ("1 missing: head.projection.bias", "1 unexpected: extra", "[9, 1024, 1, 1] instead of [6, 1024"):
             assert part in line
 
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"schema": 99}, "schema 99 found, 1 expected"),
-            ({"config": {}}, "damaged"),
-            ({"config": None}, "damaged"),
-            ({"class_names": ["a"]}, "names 1 classes but its network has 3"),
-            ({"class_names": None}, "damaged"),
-            ({"state_dict": torch.zeros(3)}, "damaged"),
-            ({"state_dict": {"a": [None]}}, "a of its state_dict is not a tensor"),
-            ({"training": {"linear_accuracy": torch.zeros(3)}}, "Tensor is not JSON serializable"),
-            ({"crop": 3}, "crop 3"),
-            ({"metrics": {"val_risk": {"images": 3}}}, "metrics.val_risk"),
-            ({"training": {"weights": {"pretrained_cfg": [1]}}}, "training.weights.pretrained_cfg"),
-            ({"edits": [1]}, "edits[0] 1"),
-            ({"evaluation": {"images": 3}}, "evaluation"),
-            ({"state_dict": {}}, "missing"),
+            ({"schema": 99}, "schema 99"), ({"config": None}, "damaged"), ({"class_names": ["a"]}, "names 1 classes"),
+            ({"state_dict": torch.zeros(3)}, "damaged"), ({"state_dict": {"a": [None]}}, "not a tensor"),
+            ({"training": {"linear_accuracy": torch.zeros(3)}}, "not JSON"), ({"crop": 3}, "crop 3"),
+            ({"metrics": {"val_risk": {"images": 3}}}, "metrics.val_risk"), ({"edits": [1]}, "edits[0] 1"),
         ],
         ids=str,
-    )
+    )  # fmt: skip
     def test_an_inconsistent_document_is_refused(self, ours, save, change, message):
         assert message in refusal(save({**torch.load(ours, weights_only=True), **change}))
 
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [("epsilon", [[1.0]]), ("epsilon", float("nan")), ("dropped", "x"), ("dropped", [6])],
-        ids=str,
-    )
-    def test_a_head_with_other_values_than_declared_is_refused(self, ours, save, name, value):
+    def test_a_head_with_other_values_than_declared_is_refused(self, ours, save):
         document = torch.load(ours, weights_only=True)
-        document["config"]["head"][name] = value
-        assert "damaged" in refusal(save(document))
+        for name, value in (("epsilon", float("nan")), ("dropped", [6])):
+            changed = {**document["config"], "head": {**document["config"]["head"], name: value}}
+            assert "damaged" in refusal(save({**document, "config": changed}))
 
     def test_keys_that_earlier_versions_did_not_write_may_be_missing(self, ours, save, written):
         document = torch.load(ours, weights_only=True)
@@ -170,7 +154,7 @@ class TestOurs:
 class TestAuthors:
     @pytest.mark.parametrize(
         "name",
-        [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("resnet50", "convnext_tiny"))) for n in PAPER_BACKBONES],
+        [pytest.param(n, marks=[pytest.mark.slow] * (n != "resnet50")) for n in PAPER_BACKBONES],
     )
     def test_backbone_classes_and_prototypes_are_inferred(self, name, save):
         state = AuthorsModel(name).state_dict()
@@ -186,7 +170,6 @@ class TestAuthors:
         [
             pytest.param({}, Assumptions(), "exact", id="opal"),
             pytest.param(LINEAR, Assumptions(), "none", id="linear head"),
-            pytest.param({**LINEAR, "pooling": "max"}, Assumptions(pooling="max"), "none", id="max pooling"),
             pytest.param(
                 {**LINEAR, "ch_last_conv": 3, "softmax": True}, Assumptions(cws=True), "none", id="projection and CWS"
             ),
@@ -233,28 +216,19 @@ class TestAuthors:
         assert "3 class names for 4 classes" in refusal(path, class_names=list("abc"))
 
     def test_every_wrong_key_is_listed_in_one_error(self, authors, save):
-        missing = ["backbone.conv1.0.weight", "backbone.stage4.3.branch2.6.bias", "final_conv_layer.bias"]
-        added = ["backbone.layer5.weight", "temperature"]
-        state = {key: value for key, value in authors.items() if key not in missing}
-        state |= dict.fromkeys(added, torch.zeros(2)) | {"backbone.conv1.1.weight": torch.zeros(3)}
+        state = {key: value for key, value in authors.items() if key != "final_conv_layer.bias"}
+        state |= {"temperature": torch.zeros(2), "backbone.conv1.1.weight": torch.zeros(3)}
         line = refusal(save(state))
-        for part in (*missing, *added, "3 missing", "2 unexpected", "conv1.1.weight [3] instead of [24]", SMALL):
+        for part in ("final_conv_layer.bias", "temperature", "conv1.1.weight [3] instead of [24]", SMALL):
             assert part in line
 
-    @pytest.mark.parametrize(
-        ("prototypes", "message"),
-        [
-            pytest.param(build_anchors(4, 3) * 2, "not the paper's orthonormal anchors", id="scaled"),
-            pytest.param(build_anchors(4, 3).flip(0), "not the paper's orthonormal anchors", id="permuted"),
-            pytest.param(torch.eye(12)[:4], "not the paper's orthonormal anchors", id="one slot each"),
-            pytest.param(torch.linspace(-1, 2, 48).view(4, 12), "not the paper's orthonormal anchors", id="learned"),
-            pytest.param(torch.zeros(4, 13), "do not fit together", id="13 channels"),
-            pytest.param(torch.zeros(5, 12), "12 channels are not a multiple of 5 classes", id="5 classes"),
-            pytest.param(torch.zeros(12), "do not fit together", id="a row"),
-        ],
-    )
-    def test_anchors_that_are_not_the_papers_are_refused(self, authors, save, prototypes, message):
-        assert message in refusal(save({**authors, "classifier.prototypes": prototypes}))
+    def test_anchors_that_are_not_the_papers_are_refused(self, authors, save):
+        anchors = build_anchors(4, 3)
+        for prototypes in (anchors * 2, anchors.flip(0)):
+            assert "orthonormal" in refusal(save({**authors, "classifier.prototypes": prototypes}))
+        for prototypes in (torch.zeros(4, 13), torch.zeros(12)):
+            assert "do not fit together" in refusal(save({**authors, "classifier.prototypes": prototypes}))
+        assert "not a multiple of 5" in refusal(save({**authors, "classifier.prototypes": torch.zeros(5, 12)}))
 
     def test_another_body_is_refused(self, authors, save):
         head = {key: value for key, value in authors.items() if not key.startswith("backbone.")}
@@ -275,9 +249,8 @@ class Payload:
 class TestDamagedAndForeignFiles:
     def test_code_in_a_pickle_is_refused_and_not_run(self, tmp_path, save):
         proof = tmp_path / "executed"
-        assert "refused" in refusal(save({"format": checkpoint.FORMAT, "payload": Payload(proof)}))
-        message = refusal(save(torch.nn.Linear(2, 2)))
-        assert "it holds a Python object (torch.nn.modules.linear.Linear)" in message
+        message = refusal(save({"format": checkpoint.FORMAT, "payload": Payload(proof)}))
+        assert "refused" in message
         assert message.isprintable(), "PyTorch's own text has terminal codes"
         assert not proof.exists()
         torch.load(save(Payload(proof)), weights_only=False)
@@ -287,7 +260,7 @@ class TestDamagedAndForeignFiles:
         whole, source = ours.read_bytes(), random.Random(0)
         truncated = [whole[: int(share * len(whole))] for share in (0.0, 0.1, 0.5, 0.9, 0.999)]
         # short strings of bytes are often valid beginnings of a pickle, which fail in many ways
-        for content in (*truncated, *(source.randbytes(length) for length in (1, 2, 3, 5, 10, 100, 1000) * 40)):
+        for content in (*truncated, *(source.randbytes(length) for length in (1, 2, 3, 5, 10, 100) * 20)):
             (tmp_path / "c.pt").write_bytes(content)
             refusal(tmp_path / "c.pt")
 
@@ -306,7 +279,7 @@ class TestDamagedAndForeignFiles:
         assert refused > 100
 
     def test_a_file_of_something_else_and_a_missing_one_are_refused(self, save, tmp_path):
-        for document in ([1, 2], "text", torch.zeros(3), {}, {"a": 1}, {3: torch.zeros(1)}):
+        for document in ([1, 2], torch.zeros(3), {}, {"a": 1}, {3: torch.zeros(1)}):
             with pytest.raises(CheckpointError):
                 checkpoint.load(save(document))
         assert "nowhere.pt" in refusal(tmp_path / "nowhere.pt", UsageError)
@@ -316,24 +289,12 @@ class TestDamagedAndForeignFiles:
         assert f"train DATA --backbone NAME --weights {path}" in refusal(path)
 
 
-@pytest.mark.parametrize(
-    ("content", "names"),
-    [
-        pytest.param("Äuklet \n Tern\n\n\n".encode(), ["Äuklet", "Tern"], id="plain"),
-        pytest.param(b"\xef\xbb\xbfAuklet\r\nTern\r\n", ["Auklet", "Tern"], id="Windows"),
-        pytest.param(b"a\n\nb\n", "blank line 2", id="blank"),
-        pytest.param(b"a\nb\na\n", "a more than once", id="doubled"),
-        pytest.param(b"", "blank line 1", id="empty"),
-        pytest.param(b"\xff\xfe", "UTF-8", id="not UTF-8"),
-        pytest.param(None, r"names\.txt", id="missing"),
-    ],
-)
-def test_class_names_are_read_one_a_line(tmp_path, content, names):
+def test_class_names_are_read_one_a_line(tmp_path):
     path = tmp_path / "names.txt"
-    if content is not None:
+    for content in ("Äuklet \n Tern\n\n\n".encode(), "\ufeffÄuklet\r\nTern\r\n".encode()):
         path.write_bytes(content)
-    if isinstance(names, list):
-        assert checkpoint.read_class_names(path) == names
-        return
-    with pytest.raises(UsageError, match=names):
-        checkpoint.read_class_names(path)
+        assert checkpoint.read_class_names(path) == ["Äuklet", "Tern"]
+    for content, message in ((b"a\n\nb\n", "blank line 2"), (b"a\nb\na\n", "more than once"), (b"\xff\xfe", "UTF-8")):
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match=message):
+            checkpoint.read_class_names(path)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from opal_deploy.errors import UsageError
-from opal_deploy.model.config import DISTANCES, LINEAR_BASELINE, HeadConfig, NetworkConfig
+from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
 from opal_deploy.model.head import OpalHead
 from tests.builders import build_anchors
 
@@ -41,20 +41,18 @@ class TestVariants:
         with pytest.raises(UsageError, match=r"\A.+\Z"):
             HeadConfig(**parts(row))
 
-    @pytest.mark.parametrize(
-        "wrong",
-        [{"pooling": "median"}, {"distance": "cosine"}, {"prototypes_per_class": 0}, {"distance": "kl", "cws": False}],
-        ids=str,
-    )
-    def test_a_part_that_does_not_exist_is_refused(self, wrong):
-        with pytest.raises(UsageError):
-            HeadConfig(**wrong)
+    def test_a_part_that_does_not_exist_is_refused(self):
+        wrong = (
+            {"pooling": "median"},
+            {"distance": "cosine"},
+            {"prototypes_per_class": 0},
+            {"distance": "kl", "cws": False},
+        )
+        for parts_of_head in wrong:
+            with pytest.raises(UsageError):
+                HeadConfig(**parts_of_head)
         with pytest.raises(UsageError, match="at least 2"):
             NetworkConfig("resnet18", 1)
-
-    def test_a_config_survives_its_dictionary(self):
-        config = NetworkConfig("resnet18", 7, (64, 96), HeadConfig(prototypes_per_class=3, distance="l3"))
-        assert NetworkConfig.from_dict(config.to_dict()) == config
 
 
 class TestForwardPass:
@@ -98,7 +96,5 @@ class TestForwardPass:
         assert head(torch.rand(1, 6, 2, 2, dtype=dtype)).dtype == torch.float32
 
 
-@pytest.mark.parametrize("distance", DISTANCES)
-def test_the_head_never_holds_anchors_among_its_parameters_or_buffers(distance):
-    head = OpalHead(6, 3, HeadConfig(distance=distance))
-    assert set(head.state_dict()) == {"projection.weight", "projection.bias"}
+def test_the_head_never_holds_anchors_among_its_parameters_or_buffers():
+    assert set(OpalHead(6, 3, HeadConfig(distance="l1")).state_dict()) == {"projection.weight", "projection.bias"}

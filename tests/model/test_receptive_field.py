@@ -37,7 +37,6 @@ def _gradient_support(backbone: Backbone, side: int) -> tuple[int, int, int]:
     [
         ("resnet18", 16, False, 211, 0.5),
         ("shufflenet_v2_x0_5", 16, True, 431, 0.5),
-        ("mobilenet_v2", 16, False, 267, 0.5),
         ("convnext_tiny", 8, False, 224, 4.0),  # windows of an even side: its fields lie around its boxes
         ("googlenet", 16, False, 235, 14.5),  # pooling that rounds up
     ],

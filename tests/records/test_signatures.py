@@ -2,7 +2,9 @@
 
 import base64
 import json
+import os
 import pickle
+import threading
 
 import pytest
 from cryptography.hazmat.primitives import serialization
@@ -169,3 +171,12 @@ def test_a_key_stands_alone_in_its_file(keys, tmp_path):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(UsageError, match="one"):
             PublicKeys([tmp_path / name])
+
+
+def test_a_key_may_come_from_a_pipe(keys, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=[(keys / "public.pem").read_bytes()])
+    writer.start()
+    assert PublicKeys([pipe])._keys.keys() == PublicKeys([keys / "public.pem"])._keys.keys()
+    writer.join()

@@ -239,7 +239,7 @@ def _find_shares(records: Sequence[Answered], data: Path, metadata: Metadata) ->
     """Return, per correct prediction, the shares of its evidence and of random cells on distinguishing parts."""
     import numpy as np
 
-    from opal_deploy.evaluation.annotations import annotate_creatures
+    from opal_deploy.evaluation.inputs import annotate_creatures
     from opal_deploy.evaluation.pointing import count_hits
     from opal_deploy.preprocess.geometry import Geometry
     from opal_deploy.synthetic import read_annotations
@@ -250,10 +250,9 @@ def _find_shares(records: Sequence[Answered], data: Path, metadata: Metadata) ->
     shares = []
     for record in records:
         if record.prediction.label == record.label:
-            slots, boxes = zip(*((slot.slot, slot.box) for slot in record.evidence), strict=True)
-            corners = np.array(boxes)
+            corners = np.array([slot.box for slot in record.evidence])
             geometry = Geometry.whole(record.width, record.height)
             centres = (corners[:, :2] + corners[:, 2:]) / 2
-            hits = count_hits(by_name[Path(record.image or "")], slots, centres, geometry, metadata.grid)
+            hits = count_hits(by_name[Path(record.image or "")], centres, geometry, metadata.grid)
             shares.append(hits.share(distinguishing=True))
     return shares
