@@ -33,8 +33,10 @@ from opal_deploy.train.head_fit import compute_frozen_features, fit_head, prefer
 from opal_deploy.train.images import Batches, Loaders, normalize, prepare_images
 from opal_deploy.train.losses import NetworkTerms, Objective, make_objective, read_regions_channel
 from opal_deploy.train.network import (
+    PASSES,
     build_network,
     choose_strides,
+    describe_cost,
     describe_run,
     describe_weights,
     load_start,
@@ -52,8 +54,6 @@ from opal_deploy.train.run_directory import (
 _MEGABYTE = 1 << 20
 # reading a loss waits until the GPU has caught up, so losses are read every so many steps
 _GPU_STEPS_BETWEEN_READS = 10
-# a training step costs about three forward passes
-_PASSES = 3
 # share of a cosine schedule in which the learning rate rises after a fitted head: Adam's first steps are the largest
 _WARM_UP = 0.1
 
@@ -183,8 +183,14 @@ def _train(
 
     # the head, at one stride or two
     fitted = None
-    if last is None and start is None and options.head_steps > 0:
-        fitted = choose_stride(run, [fit_frozen(run, *pair, loaders) for pair in zip(choices, networks, strict=True)])
+    if last is None:
+        fits = options.head_steps > 0 and start is None
+        if fabric.is_global_zero:
+            run.log(describe_cost(networks[0], options, data, loaders.train.images, fabric.world_size))
+        if fits:
+            fitted = choose_stride(
+                run, [fit_frozen(run, *pair, loaders) for pair in zip(choices, networks, strict=True)]
+            )
     run = replace(run, options=choices[0] if fitted is None else fitted.options)
     network = networks[0] if fitted is None else fitted.network
     # initial weights are the same in every process, random numbers drawn while training are not
@@ -271,7 +277,7 @@ def finish_head_fit(
     """Write a network with a fitted head as epoch 0; return the number of epochs that time is left for."""
     options, data, val = run.options, run.data, fitted.val
     (speed,) = machine.sum_over_processes(run.fabric, fitted.images_per_second)
-    epochs, epoch_seconds = options.epochs or 0, (_PASSES * len(data.train) + len(data.val)) / speed
+    epochs, epoch_seconds = options.epochs or 0, (PASSES * len(data.train) + len(data.val)) / speed
     if options.minutes is not None:
         # of all processes, since their clocks differ
         planned = min(machine.gather(run.fabric, max(0, int((60 * options.minutes - seconds) / epoch_seconds))))

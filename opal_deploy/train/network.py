@@ -1,4 +1,4 @@
-"""The network that a run starts with, and its description in lines and config.json.
+"""The network that a run starts with, and lines on what the run does and how long it takes.
 
 A run starts with pretrained layers and a new head, or with another run's network (`--start-from`).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import metadata
@@ -25,7 +26,13 @@ from opal_deploy.model.backbones import get_library, is_transformer, own_stride
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
+from opal_deploy.train.images import TrainImages, normalize
 from opal_deploy.train.options import TrainOptions
+
+# a training step costs about three forward passes
+PASSES = 3
+# images of the batch that is timed
+_MEASURED = 8
 
 
 def load_start(options: TrainOptions, data: DataSet) -> Checkpoint | None:
@@ -135,6 +142,44 @@ def describe_weights(network: OpalNetwork, weights: str | None) -> dict[str, Any
         "sha256": compute_sha256(Path(weights)) if Path(weights).is_file() else None,
         **({"pretrained_cfg": details} if details else {}),
     }
+
+
+def describe_cost(
+    network: OpalNetwork, options: TrainOptions, data: DataSet, images: TrainImages, processes: int
+) -> str:
+    """Return a line on the numbers of images and on the time that a pass of all training images and an epoch take here.
+
+    The first training images, `images`, are timed in the backbone.
+    """
+    seconds = measure_seconds_per_image(network, images) / processes
+    # attacked images triple the work of a step
+    work = PASSES * (3 if options.adversarial else 1) * len(data.train) + len(data.val)
+    return (
+        f"{len(data.train):,} training, {len(data.val):,} validation, {len(data.test):,} test images; about "
+        f"{_round(seconds * len(data.train))} per pass of the frozen network, {_round(seconds * work)} per epoch; "
+        "--epochs 0 fits the head only"
+    )
+
+
+def measure_seconds_per_image(network: OpalNetwork, images: TrainImages) -> float:
+    """Return the seconds that the backbone takes per image in a forward pass."""
+    device, config = next(network.parameters()).device, network.config
+    pixels = [torch.tensor(images[0, index][0][..., :3]) for index in range(min(_MEASURED, len(images)))]
+    inputs = normalize(torch.stack(pixels).to(device), config.mean, config.std)
+    network.eval()
+    seconds = 0.0
+    for batch in (inputs[:1], inputs):  # the first one warms up
+        started = time.perf_counter()
+        with torch.no_grad():
+            network.backbone(batch).sum().item()  # waits for the device
+        seconds = (time.perf_counter() - started) / len(batch)
+    return seconds
+
+
+def _round(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def package_versions() -> dict[str, str]:
