@@ -32,16 +32,23 @@ from opal_deploy.evaluation.metrics import Evaluation, count_by_class, format_ne
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.parts import CONSISTENCY, PURITY, STABILITY, PartFigures
 from opal_deploy.evaluation.pointing import PointingGame, format_game, play_pointing_game
-from opal_deploy.evaluation.record import baseline_of, build_evaluation, record_measurements
+from opal_deploy.evaluation.record import (
+    baseline_of,
+    build_evaluation,
+    fit_neighbours,
+    measure_baseline,
+    record_measurements,
+)
 from opal_deploy.evaluation.session import EvaluationResult, choose_samples, evaluate_session
 from opal_deploy.logs import as_progress
 from opal_deploy.model import checkpoint
+from opal_deploy.model.neighbours import Neighbours
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.options import StrPath
 from opal_deploy.records.decision import describe_supported_rates
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import Session
-from opal_deploy.runtime.torch_session import torch_device
+from opal_deploy.runtime.torch_session import TorchSession, torch_device
 from opal_deploy.synthetic import read_annotations
 
 EVALUATION = "evaluation.json"
@@ -69,6 +76,7 @@ class ModelEvaluation:
         randomisation: where the evidence lies when weights are shuffled.
         interventions: whether the evidence names the parts that matter.
         baseline: of the answers to validation images, for `--record`.
+        neighbours: features of training images, for `--record` on a checkpoint without them.
     """
 
     path: Path
@@ -85,6 +93,7 @@ class ModelEvaluation:
     randomisation: Randomisation | None = None
     interventions: Interventions | None = None
     baseline: Baseline | None = None
+    neighbours: Neighbours | None = None
 
     @property
     def metrics(self) -> Evaluation:
@@ -191,14 +200,29 @@ def _measure(path: Path, session: Session, inputs: EvaluationInputs, options: Ev
     if (risk := evaluation.metrics.risk) is not None:
         options.log(_format_curve(risk))
     if options.record and set_aside:
-        known = metadata.known_baseline
-        baseline = baseline_of(evaluation.outputs, metadata, known.background if known else 0)
-        measured = replace(measured, baseline=baseline)
+        measured = _measure_baseline(measured, inputs, options)
     if inputs.annotations.known and metadata.evidence == "exact":
         game = play_pointing_game(evaluation, inputs.annotations, metadata)
         _log(options, format_game(game))
         measured = replace(measured, pointing_game=game)
     return measured
+
+
+def _measure_baseline(measured: ModelEvaluation, inputs: EvaluationInputs, options: EvaluateOptions) -> ModelEvaluation:
+    """Return the evaluation with the baseline; a checkpoint without an OOD score gets neighbours that compute one."""
+    metadata, path, train = measured.metadata, measured.path, inputs.data.train
+    if metadata.has_output("ood_score") or model_kind(path) != "checkpoint" or not train:
+        known = metadata.known_baseline
+        baseline = baseline_of(measured.evaluation.outputs, metadata, known.background if known else 0)
+        return replace(measured, baseline=baseline)
+    loaded, progress = checkpoint.load(path), as_progress(options.progress)
+    network = loaded.network.to(torch_device(options.device))
+    network.neighbours = fit_neighbours(network, train, [], boxes=options.boxes, progress=progress)
+    if network.neighbours is None:
+        options.log("no features kept for --unknown: too few training images, or no spread within classes")
+    session = TorchSession(loaded, device=options.device, threads=options.threads)
+    answers = measure_baseline(session, inputs.samples, network.neighbours, boxes=options.boxes, progress=progress)
+    return replace(measured, baseline=answers, neighbours=network.neighbours)
 
 
 def _measure_evidence(
@@ -251,6 +275,7 @@ def _record(result: ModelEvaluation, data: DataSet) -> str:
         "receptive_field": document.get("receptive_field"),
         "calibration": document["calibration"].get("fitted"),
         "baseline": None if result.baseline is None else result.baseline.to_dict(),
+        "neighbours": None if result.neighbours is None else result.neighbours.to_dict(),
         # a baseline, like a risk, is measured on the images that training set aside
         "risk": None if result.baseline is None else result.metrics.risk,
     }

@@ -168,7 +168,7 @@ def record_measurements(path: Path, changes: dict[str, dict[str, Any]]) -> str:
 
     Args:
         changes: values of `evaluation`, `calibration`, `baseline` and `risk`, and for a checkpoint also of
-            `receptive_field`; others stay as they are.
+            `receptive_field` and `neighbours`; others stay as they are.
 
     Raises:
         ArtifactError: the file is damaged or not one of ours.

@@ -129,33 +129,6 @@ def test_what_cannot_be_answered_is_refused_in_a_line(infer, folder, opal, exact
     assert not (folder / "x").exists()
 
 
-@pytest.fixture(scope="module")
-def background(folder):
-    """Five images of noise, and a sixth in no folder."""
-    (folder / "noises").mkdir()
-    for number, noise in enumerate(np.random.default_rng(1).integers(0, 256, (5, 64, 64, 3), dtype=np.uint8)):
-        Image.fromarray(noise).save(folder / f"noises/{number}.png")
-    return folder / "noises"
-
-
-def test_images_like_the_background_score_higher(opal, folder, infer, records, background):
-    path, val = folder / "more.pt", ("--split", "val", "--record", *CPU)
-    shutil.copy(folder / "model.pt", path)
-    done = check(opal("evaluate", folder / "data", "--model", path, *val, "--background", background))
-    assert "kept features of 24 training and 5 background images for --unknown" in done.stderr
-    images = sorted((folder / "in").iterdir())
-    noise = [image.name for image in images].index("noise.png")
-    more = [each["ood_score"] for each in opal_deploy.load(path, device="cpu", threads=1).predict(images)]
-    before = [record["ood_score"] for record in records]
-    assert more[noise] - before[noise] > 0.3 > max(np.delete(more, noise) - np.delete(before, noise))
-    # a later record keeps it, and the graph computes it
-    check(opal("evaluate", folder / "data", "--model", path, *val))
-    check(opal("export", path, "--threads", "1"))
-    check(infer("more", model="more.onnx"))
-    assert [record["ood_score"] for record in read_results(folder / "more")] == pytest.approx(more, abs=1e-4)
-    assert "; OOD score knows 5 background images" in check(opal("inspect", folder / "more.onnx")).stderr
-
-
 def test_other_forms_of_the_graph_keep_the_output(opal, infer, folder, records):
     out, options = "fp16", ("--outputs", "topk", "--top-k", "2")
     name = f"{out}.onnx"

@@ -129,7 +129,7 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
         with pytest.raises(UsageError, match="--token-file"):
             read_token(file)
     for unreadable in (tmp_path / "none", "/dev/zero"):
-        with pytest.raises(UsageError, match="read"):
+        with pytest.raises(UsageError, match="--token-file"):
             read_token(unreadable)
 
 

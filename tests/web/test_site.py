@@ -399,7 +399,7 @@ def test_what_a_page_cannot_do_is_refused_in_one_line(exact_model, opal, tmp_pat
         ((exact_model, "--web", "site", "--ort-web", tmp_path / "ort"), "no ort-wasm-simd-threaded.wasm"),
         ((exact_model, "--web", "site", "--ort-web", ORT_WEB, "--examples", tmp_path / "empty"), "no pictures there"),
         ((exact_model, "--web", "site", "--ort-web", ORT_WEB, "--triton", "models"), "--triton"),
-        ((exact_model, "--web", "site", "--ort-web", ORT_WEB, "--outputs", "topk"), "all outputs"),
+        ((exact_model, "--web", "site", "--ort-web", ORT_WEB, "--outputs", "topk"), "leave out --outputs"),
         ((exact_model, "--examples", tmp_path / "empty", "--webgpu"), "--webgpu"),
         ((exact_model, "--web", "site", "--ort-web", ORT_WEB, "--atlas", tmp_path / "empty"), "build one with"),
     ]:
