@@ -234,7 +234,6 @@ pipeline() {
   look "infer_*: 'infer' is near the smaller of the bare session and the decoding: 2,900 images/s measured on 16 cores." \
     "  bare, ONNX Runtime, fp16: resnet50 8,630 and convnext_tiny 4,830 images/s measured; an engine at most 49,000." \
     "  Where decoding is slower, 'infer' is near it and the GPU idle in gpu.csv; otherwise 'infer' reaches 90 % of bare." \
-    "  host_to_device_ms: 64 images are 9.6 MB, 0.2 ms on PCIe 5 and 0.4 ms on PCIe 4; topk shortens device_to_host_ms only." \
     "  Settles 'Engines ... none has run' (README.md)."
 }
 

@@ -16,7 +16,7 @@ from opal_deploy.runtime.devices import parse_device
 from opal_deploy.runtime.engine_session import EngineSession
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.select import open_sessions
-from opal_deploy.runtime.session import Session
+from opal_deploy.runtime.session import PinningSession, Session
 
 if TYPE_CHECKING:
     from opal_deploy.bench.networks import NamedNetwork
@@ -32,10 +32,12 @@ class TimedModel:
 
     def describe_timing(self, depth: int) -> str:
         """Return the description of the timed region, with `depth` batches in flight, for `Measurement.timed`."""
-        metadata = self.session.metadata
+        metadata, memory = self.session.metadata, "host memory"
+        if isinstance(self.session, PinningSession):
+            memory = "page-locked host memory"
         return (
             f"{'one call of the session' if depth == 1 else f'batches with {depth} in flight, each'}: from a uint8 "
-            f"batch [N, H0, W0, 3] in {'' if self.target.device == 'cpu' else 'page-locked '}host memory, normalised "
+            f"batch [N, H0, W0, 3] in {memory}, normalised "
             f"{'by numpy on the host' if metadata.input_kind == 'float32' else 'in the graph'}, to "
             f"{', '.join(metadata.outputs)} in host memory; no decoding, resizing or drawing"
         )

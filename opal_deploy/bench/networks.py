@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,8 +170,7 @@ class TorchGraphSession:
                 if self._cuda_graphs:
                     # the outputs of the last batch were copied and may be overwritten
                     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-                # from page-locked memory the copy is queued; from other memory it has been read when the call returns
-                tensors = self._run(torch.from_numpy(images).to(self._device, non_blocking=True))
+                tensors = self._run(torch.from_numpy(images).to(self._device))
                 arrays = {name: tensor.cpu().numpy() for name, tensor in zip(self._names, tensors, strict=True)}
         except RuntimeError as error:
             if isinstance(error, torch.cuda.OutOfMemoryError) or "allocate memory" in str(error):
@@ -183,20 +181,3 @@ class TorchGraphSession:
             # a missing compiler or Triton, or an unsupported operation: many classes, all RuntimeErrors
             raise UsageError(f"torch.compile does not work here: {first_line(error)}") from None
         return Outputs(arrays["logits"], arrays.get("argmax"), arrays.get("scores"))
-
-    def register_buffer(self, address: int, size: int) -> bool:
-        """Page-lock memory, as `PinningSession.register_buffer` does; False on the CPU."""
-        if self.device == "cpu":
-            return False
-        with torch.cuda.device(self._device):
-            if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:  # type: ignore[no-untyped-call]
-                return True
-            # CUDA reports a failure again on the next call; this one is handled here
-            with suppress(RuntimeError):
-                torch.zeros(1, device=self._device)
-        return False
-
-    def unregister_buffer(self, address: int) -> None:
-        """Unlock memory, as `PinningSession.unregister_buffer` does."""
-        with torch.cuda.device(self._device):
-            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

@@ -1,10 +1,10 @@
 """The overhead table: what heads add to backbones, in parameters and operations, compared with the paper's figures.
 
 Backbones are counted on real modules, the heads `opal` and `linear` from closed forms. The linear head is the paper's,
-on features normalised to length 1; `plain` is the network's own classifier. The paper's tool behaves as ptflops, 0.7.2
-or later, with the pytorch backend: one operation per multiply-accumulate, per element of a bias, and per input element
-of an activation, a pooling or a normalisation without weights (two with weights). Activations and pooling that a module
-passes on to a function count twice. `paper.toml` holds the figures that the paper prints.
+on features normalised to length 1. The paper's tool behaves as ptflops, 0.7.2 or later, with the pytorch backend: one
+operation per multiply-accumulate, per element of a bias, and per input element of an activation, a pooling or a
+normalisation without weights (two with weights). Activations and pooling that a module passes on to a function count
+twice. `paper.toml` holds the figures that the paper prints.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Shape(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One backbone with one number of classes; `counts` of the `backbone` and of the heads that fit it."""
+    """One backbone with one number of classes; `counts` of the `backbone` and of both heads."""
 
     backbone: str
     stride: int
@@ -95,21 +95,17 @@ def count_rows(
 
     Raises UsageError for a backbone, stride or size that does not fit, and MissingExtra without ptflops.
     """
-    from opal_deploy.model.backbones import build, build_classifier, is_transformer, list_variants, own_stride
+    from opal_deploy.model.backbones import build, list_variants
 
     rows: list[Row] = []
     for name, stride, keep in list_variants(backbones, strides, keep_layers):
         network = build(name, stride=stride, keep_layers=keep, input_size=input_size, device="meta").eval()
         grid, features, stride = network.grid(input_size), network.num_features, network.stride
-        fits_classifier = (keep or stride == own_stride(name)) and not is_transformer(name)
         counted = count_module(network, (3, *input_size), name)
         log(f"Counted {_title(name, stride, keep)}")
         for dataset, number in classes.items():
             shape = Shape(features, number, prototypes, grid)
             counts = {"backbone": counted, **{head: count_head(head, shape) for head in ("linear", "opal")}}
-            if fits_classifier:
-                classifier = build_classifier(name, number, device="meta")
-                counts["plain"] = count_module(classifier, (features, *grid), f"{name}'s classifier")
             rows.append(Row(name, stride, keep, dataset, shape, counts))
     return rows
 
@@ -168,10 +164,10 @@ def count_head(head: str, shape: Shape) -> Counts:
 def summarise(rows: Sequence[Row]) -> dict[tuple[str, str], tuple[float, float, float]]:
     """Return a head's smallest, largest and mean share of its backbone over all rows, in %, by head and count."""
     shares = {}
-    for head in ("linear", "opal", "plain"):
+    for head in ("linear", "opal"):
         for count in SHARES:
-            if values := [row.percent(head, count) for row in rows if head in row.counts]:
-                shares[head, count] = min(values), max(values), statistics.fmean(values)
+            values = [row.percent(head, count) for row in rows]
+            shares[head, count] = min(values), max(values), statistics.fmean(values)
     return shares
 
 
@@ -228,8 +224,7 @@ def format_tables(rows: Sequence[Row], paper: Mapping[str, Any]) -> str:
     ]
     parts = [
         f"Parameters and operations per image, m = {rows[0].shape.prototypes}; head counts come on top of the "
-        "backbone's, % are relative to the backbone. The linear head normalises its features to length 1; the plain "
-        "head is the network's own classifier",
+        "backbone's, % are relative to the backbone. The linear head normalises its features to length 1",
         format_table([*header, "params %", "paper %", "true %"], table),
         format_table(["head, % of the backbone", "smallest", "largest", "mean"], shares),
         "\n".join(f"- {name}: {text}" for name, text in CONVENTIONS.items()),

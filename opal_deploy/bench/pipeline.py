@@ -63,7 +63,6 @@ def measure_pipeline(
         for name in names:
             _infer(session, items[: options.batch], folder / name, options, workers, explain=name == EXPLAIN)
         run.time_repeat(0, run.depth)
-        stages = timing.time_stages(session, batches)
         for repeat in range(options.repeats):
             for name in names:
                 passes[name].append(_infer(session, items, folder / name, options, workers, explain=name == EXPLAIN))
@@ -71,7 +70,7 @@ def measure_pipeline(
             bare.append(len(latencies) * options.batch / seconds)
             progress(repeat + 1, options.repeats)
     after = timing.read_gpus([model.target.device])
-    figures = _build_figures(bare, passes) | stages
+    figures = _build_figures(bare, passes)
     count = _count(passes[INFER][-1])
     times = [_describe_time(name, figures) for name in names]
     return Measurement(

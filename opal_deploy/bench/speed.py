@@ -45,16 +45,15 @@ def _measure_batch(
     kind: SweepKind, model: TimedModel, batch: int, options: SweepOptions, progress: Progress
 ) -> dict[str, Any]:
     """Return the fields of the `Measurement` of one batch size."""
-    is_latency, devices = kind == "latency", [model.target.device]
+    devices = [model.target.device]
     before = timing.read_gpus(devices)
     with timing.pinned_noise(model.session, options.buffers, batch) as images:
-        (timed,) = timing.time_runs([Run(model.session, images, one_by_one=is_latency)], options, progress)
+        (timed,) = timing.time_runs([Run(model.session, images, one_by_one=kind == "latency")], options, progress)
         after = timing.read_gpus(devices)
-        stages = timing.time_stages(model.session, images) if is_latency else {}
     rate = timed.throughput(batch)
     percentiles = {f"p{percent}_ms": timed.latency(percent) for percent in (50, 90, 95, 99)}
     return {
-        "figures": {**percentiles, "mean_ms": timed.latency(), "images_per_second": rate, **stages},
+        "figures": {**percentiles, "mean_ms": timed.latency(), "images_per_second": rate},
         "settings": {**timed.settings(), "buffers": options.buffers},
         "timed": model.describe_timing(timed.depth),
         "marks": (*timing.find_throttling(after), *rate.marks),

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from opal_deploy.bench.measurement import Figure
 from opal_deploy.bench.options import SweepOptions
 from opal_deploy.runtime.devices import GpuSensors, NvmlError, parse_device
-from opal_deploy.runtime.session import ImageBatch, PaddingSession, PipelinedSession, Session, StagedSession, pinned
+from opal_deploy.runtime.session import ImageBatch, PaddingSession, PipelinedSession, Session, pinned
 
 Progress = Callable[[int, int], None]
 Conditions = dict[str, dict[str, Any]]
@@ -154,22 +154,6 @@ def pinned_noise(session: Session, count: int, batch: int) -> Iterator[list[Imag
         for images in batches:
             stack.enter_context(pinned(session, images))
         yield batches
-
-
-def time_stages(session: Session, batches: Sequence[ImageBatch]) -> dict[str, Figure]:
-    """Return median milliseconds per batch of a GPU's copies and computation, waited for one by one; empty for a CPU.
-
-    The session must be warm at this batch size, and the batches in page-locked memory.
-    """
-    if session.device == "cpu" or not isinstance(session, StagedSession):
-        return {}
-    stages = [session.run_staged(batches[number % len(batches)])[1] for number in range(20)]
-    named = {name: [getattr(call, name) for call in stages] for name in ("host_to_device", "compute", "device_to_host")}
-    return {
-        f"{name}_ms": Figure(1e3 * float(np.median(seconds)), "ms", "lower")
-        for name, seconds in named.items()
-        if None not in seconds
-    }
 
 
 def read_gpus(devices: Iterable[str]) -> Conditions:

@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 def overhead(options: OverheadOptions) -> None:
     """Count parameters and operations of backbones and their heads, as in the paper's overhead table.
 
-    The heads are OPAL, the paper's linear head, which normalises its features to length 1, and the network's own
-    classifier (plain).
+    The heads are OPAL, and the paper's linear head, which normalises its features to length 1.
     """
     for package in ("torch", "torchvision"):
         require(package, "train", "opal-deploy bench overhead")

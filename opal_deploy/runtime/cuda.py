@@ -132,15 +132,11 @@ class Cuda:
         """Create a stream that does not synchronise with the default stream."""
         return self._call("cudaStreamCreateWithFlags", self._cuda.cudaStreamNonBlocking)
 
-    def create_event(self, *, timed: bool = False) -> Event:
-        """Create an event for which a thread waits asleep; `elapsed_seconds` reads timed ones, which cost more."""
-        # without this flag a waiting thread spins on a core that decodes images
-        flags = self._cuda.cudaEventBlockingSync
-        return self._call("cudaEventCreateWithFlags", flags if timed else flags | self._cuda.cudaEventDisableTiming)
-
-    def elapsed_seconds(self, first: Event, second: Event) -> float:
-        """Return the time between two timed events that have both happened."""
-        return float(self._call("cudaEventElapsedTime", first, second)) / 1e3
+    def create_event(self) -> Event:
+        """Create an event for which a thread waits asleep."""
+        # without the first flag a waiting thread spins on a core that decodes images
+        flags = self._cuda.cudaEventBlockingSync | self._cuda.cudaEventDisableTiming
+        return self._call("cudaEventCreateWithFlags", flags)
 
     def record(self, event: Event, stream: Stream) -> None:
         """Record an event after the work queued on a stream."""

@@ -24,7 +24,7 @@ from opal_deploy.artifact.outputs import INPUT, Outputs, tensor_specs
 from opal_deploy.errors import OutOfMemory, StoppedEarly
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.cuda import Cuda, Event, Stream
-from opal_deploy.runtime.session import BatchTimes, ImageBatch, check_batch
+from opal_deploy.runtime.session import ImageBatch, check_batch
 
 # batches in flight: one computed, one copied or waiting, and one in case the host is late
 DEPTH = 3
@@ -246,44 +246,6 @@ class PipelineSession:
         check_batch(images, self.metadata)
         return self._submit(images)
 
-    def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
-        """See `StagedSession.run_staged`; everything runs on one stream, where nothing overlaps."""
-        check_batch(images, self.metadata)
-        self._check_idle()
-        parts: list[Outputs] = []
-        seconds = [0.0, 0.0, 0.0]
-        with self._cuda.activated(), self._drop_on_failure(None), self._timed_events(4) as events:
-            for part in self._split(images):
-                parts.append(self._run_alone(part, events))
-                for index, (before, after) in enumerate(itertools.pairwise(events)):
-                    seconds[index] += self._cuda.elapsed_seconds(before, after)
-        return Outputs.concatenate(parts), BatchTimes(*seconds)
-
-    @contextlib.contextmanager
-    def _timed_events(self, count: int) -> Iterator[tuple[Event, ...]]:
-        events = tuple(self._cuda.create_event(timed=True) for _ in range(count))
-        try:
-            yield events
-        finally:
-            self._cuda.destroy(events=events)
-
-    def _run_alone(self, images: NDArray[Any], events: tuple[Event, ...]) -> Outputs:
-        """Run one part on the compute stream, with an event before, between and after copies and kernels."""
-        stream, rows = self._compute_stream, self._kernels.rows(len(images))
-        buffers = self._buffers.take(self._kernels.capacity(rows), ())
-        source = self._buffers.fill(buffers, images)
-        # memory that is used for the first time is cleared on the other stream
-        self._cuda.synchronize_stream(self._copy_stream)
-        self._cuda.record(events[0], stream)
-        self._cuda.copy_to_device(buffers.device[INPUT], source, stream)
-        self._cuda.record(events[1], stream)
-        self._kernels.enqueue(buffers, rows, stream)
-        self._cuda.record(events[2], stream)
-        self._copy_outputs(buffers)
-        self._cuda.record(events[3], stream)
-        self._cuda.record(buffers.done, stream)
-        return self._wait(buffers)
-
     def _split(self, images: NDArray[Any]) -> Iterator[NDArray[Any]]:
         """Yield the parts of a batch, each for one execution."""
         size = self._kernels.max_rows
@@ -394,7 +356,7 @@ class PipelineSession:
         self._pending = deque(batch for batch in self._pending if batch() is not None)
 
     @contextlib.contextmanager
-    def _drop_on_failure(self, batch: PendingBatch | None) -> Iterator[None]:
+    def _drop_on_failure(self, batch: PendingBatch) -> Iterator[None]:
         """Stop all use of the buffers by a failed batch, and forget its parts; make room if memory is full."""
         try:
             yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -102,27 +101,6 @@ class PaddingSession(Session, Protocol):
 
     def add_batch_size(self, size: int) -> None:
         """Execute batches of `size` images without padding, for a caller whose batches all have one size."""
-        ...
-
-
-@dataclass(frozen=True)
-class BatchTimes:
-    """Seconds that one batch spent in each stage."""
-
-    host_to_device: float
-    compute: float
-    device_to_host: float
-
-
-@runtime_checkable
-class StagedSession(Session, Protocol):
-    """A session that measures the stages of a batch.
-
-    The stages run one after the other, so together they may take longer than `run`, which overlaps them.
-    """
-
-    def run_staged(self, images: ImageBatch) -> tuple[Outputs, BatchTimes]:
-        """Return the outputs of `run` and the time of each stage."""
         ...
 
 

@@ -13,7 +13,6 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.bench.measurement import Target
 from opal_deploy.bench.models import TimedModel
-from opal_deploy.runtime.session import BatchTimes
 
 METADATA = Metadata(("a", "b"), 1, {"distance": "l2", "epsilon": 1e-8}, "none", "none", (1, 1), (8, 8))
 
@@ -74,9 +73,6 @@ class PipelinedSession(FakeSession):
         self.waits.append(len(self.in_flight))
         assert self.in_flight.pop(0) is handle
         return self.run(handle)
-
-    def run_staged(self, images):
-        return self.run(images), BatchTimes(0.002, 0.003, 0.001)
 
     def register_buffer(self, address, size):
         self.locked[address] = size

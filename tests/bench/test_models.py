@@ -14,7 +14,6 @@ from opal_deploy.bench.networks import build_networks, build_random_network, loa
 from opal_deploy.bench.options import SweepOptions
 from opal_deploy.errors import ArtifactError, OpalError, UsageError
 from opal_deploy.runtime.devices import Driver
-from opal_deploy.runtime.session import StagedSession, pinned
 from opal_deploy.synthetic import example_images
 
 CPU = SweepOptions(device="cpu", threads=1, runtime="onnxruntime")
@@ -107,16 +106,6 @@ def test_of_several_runtimes_each_gets_the_options_that_it_knows():
     setups = {setup.runtime[0]: setup for setup in list_setups(options)}
     assert len(list_setups(options)) == 6
     assert [setup.cuda_graphs for setup in setups.values()] == [False, True, False]
-
-
-@pytest.mark.gpu
-def test_the_stages_of_a_batch_are_timed(exact_model, images):
-    session = load_model(exact_model, replace(CPU, device="cuda", threads=None)).session
-    assert isinstance(session, StagedSession)
-    with pinned(session, images):
-        outputs, stages = session.run_staged(images)
-    np.testing.assert_allclose(outputs.logits, session.run(images).logits, atol=1e-4)
-    assert min(stages.host_to_device, stages.compute, stages.device_to_host) > 0
 
 
 @pytest.mark.parametrize(

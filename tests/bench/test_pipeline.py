@@ -64,7 +64,7 @@ def test_everything_is_measured_once_a_repeat_on_the_usable_images(items):
     assert row.figures["infer_share"].repeats == pytest.approx(tuple(ratios))
 
 
-def test_a_pipelined_session_is_measured_with_its_batches_in_flight_and_its_copies_apart(items, pipelined):
+def test_a_pipelined_session_is_measured_with_its_batches_in_flight(items, pipelined):
     session = pipelined.session
     row = measure(session, items, explain=False)
     assert "infer_explain" not in row.figures
@@ -72,8 +72,6 @@ def test_a_pipelined_session_is_measured_with_its_batches_in_flight_and_its_copi
     assert (max(session.waits), session.locked, session.in_flight) == (3, {}, [])
     # one batch and three of warm-up, six of the bare session, and those of `infer`
     assert session.from_locked == 1 + 3 + 6 + 6
-    stages = [row.figures[f"{name}_ms"].value for name in ("host_to_device", "compute", "device_to_host")]
-    assert stages == [2, 3, 1]
 
 
 @pytest.mark.parametrize(

@@ -100,12 +100,10 @@ def test_a_throughput_has_as_many_batches_in_flight_as_the_session_takes_and_cou
     assert "batches with 3 in flight, each: from a uint8 batch" in row.timed
 
 
-def test_a_latency_is_of_one_batch_in_flight_with_a_gpus_copies_apart(pipelined):
+def test_a_latency_is_of_one_batch_in_flight(pipelined):
     (row,) = measure_speed("latency", pipelined, SweepOptions(seconds=0, iterations=4, repeats=1, warmup=0, batch=(2,)))
     assert (row.settings["in_flight"], pipelined.session.waits) == (1, [])
     assert "one call of the session: from a uint8 batch [N, H0, W0, 3] in page-locked" in row.timed
-    stages = [row.figures[f"{name}_ms"].value for name in ("host_to_device", "compute", "device_to_host")]
-    assert stages == [2, 3, 1]
     # no driver here
     assert set(row.conditions["after"]["cuda:0"]) == {"not_read"}
 

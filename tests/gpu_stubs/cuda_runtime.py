@@ -15,7 +15,7 @@ FUNCTIONS = {
     "cudaHostRegister": "ppi", "cudaHostUnregister": "p", "cudaMemcpyAsync": "pppip", "cudaMemsetAsync": "pipp",
     "cudaStreamCreateWithFlags": "Pi", "cudaStreamDestroy": "p", "cudaStreamSynchronize": "p",
     "cudaStreamWaitEvent": "ppi", "cudaEventCreateWithFlags": "Pi", "cudaEventDestroy": "p", "cudaEventRecord": "pp",
-    "cudaEventSynchronize": "p", "cudaEventElapsedTime": "Fpp",
+    "cudaEventSynchronize": "p",
 }  # fmt: skip
 _TYPES = {"i": ctypes.c_int, "p": ctypes.c_void_p, "f": ctypes.c_float}
 

@@ -10,7 +10,7 @@ from opal_deploy.predict.prediction import BatchPredictor
 from opal_deploy.predict.prepare import InferenceOptions, Prepared
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.cuda_session import open_onnx_session
-from opal_deploy.runtime.session import PaddingSession, PinningSession, PipelinedSession, StagedSession
+from opal_deploy.runtime.session import PaddingSession, PinningSession, PipelinedSession
 from opal_deploy.sources.image import InputImage
 
 BYTES = 24 * 4  # of an image of the copying model, in float32
@@ -30,13 +30,13 @@ def executed(gpu):
 def test_batches_in_flight_are_collected_in_order_with_their_own_outputs(gpu, copying_model):
     before = gpu.library.stubLive(), gpu.library.stubUsed(0)
     session = open_onnx_session(copying_model, device="cuda:0")
-    for kind in (PipelinedSession, PinningSession, StagedSession, PaddingSession):
+    for kind in (PipelinedSession, PinningSession, PaddingSession):
         assert isinstance(session, kind)
     assert "on CUDA device 0, fp32" in session.description
     parts = [(0, 2), (2, 3), (3, 11)]
     for _ in range(2):
         handles = [session.submit(PIXELS[start:stop].copy()) for start, stop in parts]
-        for call in (session.submit, session.run, session.run_staged):
+        for call in (session.submit, session.run):
             with pytest.raises(ValueError, match="in flight"):
                 call(PIXELS[:1])
         with pytest.raises(ValueError, match="in the order"):
@@ -46,10 +46,6 @@ def test_batches_in_flight_are_collected_in_order_with_their_own_outputs(gpu, co
     # a batch whose handle is gone is in nobody's way
     session.submit(PIXELS[:3])
     np.testing.assert_array_equal(session.run(PIXELS[4:6]).logits, LOGITS[4:6])
-    session.submit(PIXELS[:3])
-    outputs, times = session.run_staged(PIXELS[:5])
-    np.testing.assert_array_equal(outputs.logits, LOGITS[:5])
-    assert times.compute > 0
     session.close()
     assert (gpu.library.stubLive(), gpu.library.stubUsed(0)) == before
 
