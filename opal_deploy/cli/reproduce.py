@@ -31,9 +31,7 @@ class ReproduceOptions(Options):
     out: Annotated[Path, Option("Folder of all runs; tables share it.")] = Path("runs/reproduce")
     dry_run: Annotated[bool, Option("List the runs and their folders.")] = False
     show: Annotated[bool, Option("Train nothing; print the table of finished runs.")] = False
-    output: Annotated[
-        Literal["text", "json", "markdown"], Option("Format of the table on stdout.", flag="--format")
-    ] = "text"
+    output: Annotated[Literal["text", "json"], Option("Format of the table on stdout.", flag="--format")] = "text"
 
 
 def reproduce(table: Annotated[str, typer.Argument(help=_TABLES)], options: ReproduceOptions) -> None:
@@ -68,7 +66,7 @@ def reproduce(table: Annotated[str, typer.Argument(help=_TABLES)], options: Repr
     if options.output == "json":
         print_json(document)
     else:
-        print(render(plan, document, markdown=options.output == "markdown"), end="", flush=True)
+        print(render(plan, document), end="", flush=True)
     if failures:
         kind = UsageError if any(isinstance(error, UsageError) for error in failures) else StoppedEarly
         raise kind(f"{len(failures)} of the runs failed: {'; '.join(map(str, failures))}")

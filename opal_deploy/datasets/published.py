@@ -26,10 +26,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
 
-from opal_deploy.datasets.image_folder import subfolders
 from opal_deploy.datasets.samples import (
     ADVICE,
     SPLIT_FRACTION,
@@ -38,7 +35,6 @@ from opal_deploy.datasets.samples import (
     Listing,
     Sample,
     build_listing,
-    missing_files,
     stratified_split,
 )
 from opal_deploy.errors import UsageError, require
@@ -46,8 +42,6 @@ from opal_deploy.preprocess.geometry import Box
 
 # LookupError: an unknown encoding
 _ANNOTATION_ERRORS = (OSError, ElementTree.ParseError, ValueError, LookupError)
-# of a trimap's pixels: 1 is the pet, 3 its border
-_BACKGROUND = 2
 
 
 def _read_dogs(folder: Path) -> Listing:
@@ -166,22 +160,6 @@ def _split_off_test(listing: Listing) -> Listing:
     return replace(listing, data=replace(data, train=train, test=test, warnings=[warning]))
 
 
-def read_trimap(path: Path) -> NDArray[np.bool_]:
-    """Return the pet's pixels in a trimap of Oxford-IIIT Pets, bool [H, W]; UsageError if it cannot be read."""
-    try:
-        with Image.open(path) as image:
-            return np.asarray(np.asarray(image) != _BACKGROUND)
-    except (OSError, SyntaxError, ValueError) as error:
-        raise UsageError(f"{path}: not a readable trimap ({error}); unpack the annotations again") from None
-
-
-def _is_imagenet(folder: Path) -> bool:
-    """Return whether train/ lies next to a devkit, or has all of the thousand wnids; Imagenette is an ImageFolder."""
-    if not missing_files(folder, "train/", _DEVKIT):
-        return True
-    return not missing_files(folder, "train/", "val/") and len(subfolders(folder / "train")) == 1000
-
-
 _DEVKIT = "meta.bin|ILSVRC2012_devkit_t12.tar.gz"
 _TRAIN_TEST = {"train": "train", "test": "test"}
 _PETS = {"train": "trainval", "test": "test"}
@@ -192,10 +170,8 @@ _CARS_FILES = ("devkit/", "cars_train/", "cars_test/", "cars_test_annos_withlabe
 _PETS_FILES = ("images/", "annotations/trainval.txt", "annotations/test.txt")
 
 
-def _torchvision(
-    name: str, class_name: str, own_name: str, splits: Mapping[str, str], *files: str, **more: Any
-) -> Adapter:
-    return Adapter(name, partial(_read_lists, name, class_name, own_name, splits), files, **more)
+def _torchvision(name: str, class_name: str, own_name: str, splits: Mapping[str, str], *files: str) -> Adapter:
+    return Adapter(name, partial(_read_lists, name, class_name, own_name, splits), files)
 
 
 DOGS = Adapter("dogs", _read_dogs, _DOGS_FILES)
@@ -203,7 +179,7 @@ TORCHVISION_DATASETS = (
     _torchvision("cars", "StanfordCars", "stanford_cars", _TRAIN_TEST, *_CARS_FILES),
     _torchvision("pets", "OxfordIIITPet", "oxford-iiit-pet", _PETS, *_PETS_FILES),
     _torchvision("flowers", "Flowers102", "flowers-102", _ALL, "jpg/", "setid.mat", "imagelabels.mat"),
-    _torchvision("imagenet", "ImageNet", "imagenet", _IMAGENET, "train/", "val/", _DEVKIT, is_own=_is_imagenet),
+    _torchvision("imagenet", "ImageNet", "imagenet", _IMAGENET, "train/", "val/", _DEVKIT),
     _torchvision("caltech101", "Caltech101", "caltech101", {"train": ""}, "101_ObjectCategories/"),
     # torchvision's root holds dtd/, which holds the archive's own dtd/
     _torchvision("dtd", "DTD", "dtd/dtd", _ALL, "images/", "labels/train1.txt"),

@@ -2,8 +2,8 @@
 
 Annotations are the objects and parts of images, as masks, boxes and points, that evidence is compared with. They come
 from the generated data set (masks of the creatures, boxes of their parts, which parts are distinguishing), from CUB
-(boxes of the birds, points on their parts), from Oxford-IIIT Pet (trimaps), from other data sets with boxes, and from
-COCO files. Coordinates are pixels of the whole image as a viewer shows it.
+(boxes of the birds, points on their parts), from other data sets with boxes, and from COCO files. Coordinates are
+pixels of the whole image as a viewer shows it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,6 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.files import model_kind
 from opal_deploy.artifact.metadata import Metadata, check_all_outputs
 from opal_deploy.datasets import cub
-from opal_deploy.datasets.published import read_trimap
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import DataSet, Sample, display_path, pluralize
 from opal_deploy.errors import UsageError, require
@@ -154,8 +152,6 @@ def annotate(
         known = Annotations(images, foreground)
         if parts and cub.has_parts(data):
             known = _add_cub_parts(known, cub.read_parts(data.root, samples))
-        elif data.layout == "pets":
-            known = _add_trimaps(known, data.root / "annotations" / "trimaps", samples)
     return known if objects is None else _replace_objects(known, objects, samples)
 
 
@@ -190,16 +186,6 @@ def _add_cub_parts(known: Annotations, located: cub.PartLocations) -> Annotation
         images.append(replace(image, parts=tuple(Part(tuple(points)) for points in places.values())))
     rule = f"a part is hit within {MARGIN:g} pixels of its point where the input has {MARGIN_SCALE}x{MARGIN_SCALE}"
     return Annotations(images, known.foreground, rule)
-
-
-def _add_trimaps(known: Annotations, folder: Path, samples: Sequence[Sample]) -> Annotations:
-    images = []
-    for image, sample in zip(known.images, samples, strict=True):
-        path = folder / f"{sample.path.stem}.png"
-        images.append(replace(image, mask=partial(read_trimap, path)) if path.is_file() else image)
-    if not any(image.mask for image in images):
-        return known
-    return Annotations(images, "cells of the pet (their centre in its trimap)", known.part_rule)
 
 
 def _replace_objects(known: Annotations, path: Path, samples: Sequence[Sample]) -> Annotations:

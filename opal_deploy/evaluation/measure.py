@@ -10,7 +10,7 @@ from typing import Any
 
 from opal_deploy.api.model import Model
 from opal_deploy.artifact.baseline import Baseline
-from opal_deploy.artifact.files import check_output, model_kind, write_json
+from opal_deploy.artifact.files import model_kind
 from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import DataSet, pluralize
@@ -51,7 +51,6 @@ from opal_deploy.runtime.session import Session
 from opal_deploy.runtime.torch_session import TorchSession, torch_device
 from opal_deploy.synthetic import read_annotations
 
-EVALUATION = "evaluation.json"
 _PART_TITLES = {CONSISTENCY: "prototype consistency", STABILITY: "prototype stability", PURITY: "part purity"}
 # attributes of a ModelEvaluation that its document leaves out where they were not measured
 _OPTIONAL = (
@@ -111,7 +110,7 @@ class ModelEvaluation:
         return self.evaluation.parts
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the document of evaluation.json and `opal-deploy evaluate --json`."""
+        """Return the document that `opal-deploy evaluate --json` prints."""
         figures = {name: getattr(self, name) for name in _OPTIONAL}
         return {
             "model": str(self.path),
@@ -129,43 +128,22 @@ class ModelEvaluation:
 
 
 def measure_model(model: StrPath | Model, data: Path, options: EvaluateOptions) -> ModelEvaluation:
-    """Check everything first, then measure, and write what the options ask for; see `evaluate_model`."""
+    """Check everything first, then measure, and record what the options ask for; see `evaluate_model`."""
     path = model.path if isinstance(model, Model) else Path(model)
     if path is None or not path.is_file():
         raise UsageError(f"{path or model}: no such model; expected a file of `opal-deploy export`, or a checkpoint")
-    out = None if options.out is None else Path(options.out)
-    if out is not None:
-        _check_folder(out, data, overwrite=options.overwrite)
     if isinstance(model, Model):
         session = model.sessions[0]
     else:
         session = open_sessions(path, device=options.device, threads=options.threads)[0]
     check_model(path, session.metadata, options)
     inputs = read_inputs(data, path, session.metadata, options)
-    if out is not None:
-        _create_folder(out)
     measured = _measure_evidence(_measure(path, session, inputs, options), session, inputs, options)
     if options.record:
         options.log(_record(measured, inputs.data))
         if measured.baseline is not None:
             _log(options, describe_supported_rates(measured.metrics.risk or {}, measured.baseline))
-    if out is not None:
-        write_json(out / EVALUATION, measured.to_dict())
-        options.log(str(out))
     return measured
-
-
-def _check_folder(folder: Path, data: Path, *, overwrite: bool) -> None:
-    if folder.resolve().is_relative_to(data.resolve()):
-        raise UsageError(f"{folder}: it lies in {data} and would become part of the data set; give another --out")
-    check_output("--out", folder / EVALUATION, [".json"], overwrite=overwrite)
-
-
-def _create_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{folder}: cannot be created ({error.strerror or error}); give another --out") from None
 
 
 def _log(options: EvaluateOptions, lines: Iterable[str]) -> None:

@@ -63,8 +63,6 @@ class EvaluateOptions(Options):
     device: Device = "auto"
     threads: Threads = None
     batch: Annotated[int, Option("Batch size.", min=1)] = 16
-    out: Annotated[StrPath | None, Option("Folder for evaluation.json.", cli=Path)] = None
-    overwrite: Annotated[bool, Option("Replace the evaluation in --out.")] = False
     record: Annotated[
         bool,
         Option(

@@ -110,7 +110,7 @@ def baseline_of(outputs: Outputs, metadata: Metadata, background: int) -> Baseli
 
 
 def build_evaluation(document: Mapping[str, Any], data: DataSet, split: str) -> dict[str, Any]:
-    """Return the document that a model's metadata stores, from that of evaluation.json."""
+    """Return the document that a model's metadata stores, from that of `ModelEvaluation.to_dict`."""
     evaluation: dict[str, Any] = {
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "opal_deploy": __version__,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,8 +60,7 @@ def train_model(data: StrPath, options: Mapping[str, Any]) -> TrainResult:
     labelled = read_dataset(root, resolved.dataset, progress=as_progress(resolved.progress))
     labelled = labelled if resolved.boxes else labelled.without_crops()
     # takes seconds, since it imports torch: after all that can be refused without
-    with _hidden("torchmetrics"):
-        from opal_deploy.train.loop import fit
+    from opal_deploy.train.loop import fit
 
     if is_main_process():
         balance = [] if resolved.class_weights == "balanced" else warn_of_balance(labelled)
@@ -71,19 +68,6 @@ def train_model(data: StrPath, options: Mapping[str, Any]) -> TrainResult:
             resolved.log(WarningLine(f"warning: {line}"))
         resolved.log(f"recipe {recipe}; read as {labelled.describe()}")
     return fit(labelled, resolved)
-
-
-@contextmanager
-def _hidden(package: str) -> Iterator[None]:
-    """Hide a package that lightning_fabric imports only to see its version, which takes two seconds."""
-    if package in sys.modules:
-        yield
-        return
-    sys.modules[package] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules[package]
 
 
 def is_main_process() -> bool:

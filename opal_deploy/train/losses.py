@@ -147,12 +147,7 @@ class HeadTerms(nn.Module):
         logits = head.classify(head.pool(attention))
         if regions is None:
             return Terms(logits, logits.new_zeros(len(labels), dtype=torch.float32))
-        return Terms(logits, measure_kept_off(attention, self.channel_table[labels], regions, self.kept_slots))
-
-    @property
-    def kept_slots(self) -> Tensor | None:
-        """Float [K], 0 for dropped slots, which do not count, and else 1; None if none was dropped."""
-        return None if self.head.kept is None else self.head.kept.flatten()
+        return Terms(logits, measure_kept_off(attention, self.channel_table[labels], regions))
 
     def attend(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [n, C] and the attention of the labelled class's slots [n, m, H * W] for features."""
@@ -179,30 +174,26 @@ class NetworkTerms(nn.Module):
         terms: Terms = self.terms(features, labels, regions)
         if not self.adversarial:
             return terms
-        channels, kept = self.terms.channel_table[labels], self.terms.kept_slots
         with torch.no_grad():
             scores, cells = self.terms.attend(features, labels)[1].max(dim=2)
-        listed = torch.ones_like(channels, dtype=torch.bool) if kept is None else kept[channels] > 0
         training = self.backbone.training
         # with the batch statistics of unchanged images, as in inference
         self.backbone.eval()
 
         def measure_score(pixels: Tensor) -> Tensor:
-            attention = self.terms.attend(self.backbone(pixels), labels)[1]
-            return _mean_over_slots(attention.amax(dim=2), channels, kept)
+            return self.terms.attend(self.backbone(pixels), labels)[1].amax(dim=2).mean(dim=1)
 
-        changed = change_outside(images, cells, listed, measure_score, self._config, self._grid)
+        changed = change_outside(images, cells, measure_score, self._config, self._grid)
         logits, attention = self.terms.attend(self.backbone(changed), labels)
         self.backbone.train(training)
         drop = (scores - attention.gather(2, cells[..., None])[..., 0]).clamp_min(0)
-        return terms._replace(changed=logits, drop=_mean_over_slots(drop, channels, kept))
+        return terms._replace(changed=logits, drop=drop.mean(dim=1))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def change_outside(
     images: Tensor,
     cells: Tensor,
-    listed: Tensor,
     score: Callable[[Tensor], Tensor],
     config: NetworkConfig,
     grid: tuple[int, int],
@@ -212,7 +203,6 @@ def change_outside(
     Args:
         images: normalised.
         cells: int64 [n, m], flat, of the labelled class's slots.
-        listed: bool [n, m], False for dropped slots.
         score: from images to the value to minimise, [n].
         config: of the network that is attacked.
         grid: (H, W) of its feature map.
@@ -221,7 +211,7 @@ def change_outside(
     limit, darkest, brightest = (
         bound.to(images.device) for bound in (LEVELS / 255 / std, -mean / std, (1 - mean) / std)
     )
-    free = outside_boxes(cells, listed, config.input_size, grid, _MARGIN)
+    free = outside_boxes(cells, torch.ones_like(cells, dtype=torch.bool), config.input_size, grid, _MARGIN)
     # half of what is allowed at random, so that the step has room
     start = (images + (torch.rand_like(images) - 0.5) * limit * free).requires_grad_()
     with torch.enable_grad():
@@ -230,31 +220,22 @@ def change_outside(
     return (images + change).clamp(darkest, brightest)
 
 
-def measure_kept_off(attention: Tensor, channels: Tensor, regions: Tensor, kept: Tensor | None = None) -> Tensor:
+def measure_kept_off(attention: Tensor, channels: Tensor, regions: Tensor) -> Tensor:
     """Return the attention of the labelled class's slots in kept-off regions, [n], 0 ... 1.
 
     Args:
         attention: float32 [n, K, H, W].
         channels: int64 [n, m], of the labelled classes' slots.
         regions: share of each pixel or cell that is kept off, float [n, rows, cols], 0 ... 1.
-        kept: see `HeadTerms.kept_slots`.
     """
     height, width = attention.shape[2:]
     shares = functional.adaptive_avg_pool2d(regions[:, None], (height, width)).flatten(2)  # [n, 1, H * W]
-    return _mean_over_slots((_gather(attention, channels) * shares).amax(dim=2), channels, kept)
+    return (_gather(attention, channels) * shares).amax(dim=2).mean(dim=1)
 
 
 def read_regions_channel(images: Tensor) -> Tensor | None:
     """Return the share of each pixel that is kept off, float [n, H0, W0], of images [n, H0, W0, 4]; None for three."""
     return images[..., 3].float() / 255.0 if images.shape[3] == 4 else None
-
-
-def _mean_over_slots(values: Tensor, channels: Tensor, kept: Tensor | None) -> Tensor:
-    """Return the mean [n] of the values [n, m] of channels [n, m] that were not dropped."""
-    if kept is None:
-        return values.mean(dim=1)
-    weights = kept[channels]
-    return (values * weights).sum(dim=1) / weights.sum(dim=1)
 
 
 def _gather(attention: Tensor, channels: Tensor) -> Tensor:

@@ -265,8 +265,8 @@ def _find_deviations(run: Run) -> list[str]:
     return lines
 
 
-def render(plan: Plan, document: dict[str, Any], *, markdown: bool = False) -> str:
-    """Return a plan's table that `tabulate` made, with aligned columns for a terminal or in Markdown."""
+def render(plan: Plan, document: dict[str, Any]) -> str:
+    """Return a plan's table that `tabulate` made, with aligned columns."""
     rows, seeds, metrics = document["rows"], document["seeds"], plan.table["metrics"]
     is_averaged = any(row["average"]["paper"] for row in rows)
     titles = [cell["dataset"] + (f" {cell['metric']}" if len(metrics) > 1 else "") for cell in rows[0]["cells"]]
@@ -286,14 +286,10 @@ def render(plan: Plan, document: dict[str, Any], *, markdown: bool = False) -> s
         f"not the paper's protocol: {'; '.join(document['deviations'])}" if document["deviations"] else "",
         f"unfinished: {unfinished} of {len(plan.runs)} runs" if unfinished else "",
     ]
-    notes = [f"- {note}" if markdown else note for note in notes if note]
-    widths = [1 if markdown else max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * (3 if markdown else width) for width in widths])
-    if markdown:
-        texts = [f"| {' | '.join(line)} |" for line in lines]
-    else:
-        texts = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-    return "\n".join([f"**{document['title']}**" if markdown else document["title"], "", *texts, "", *notes, ""])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    texts = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    return "\n".join([document["title"], "", *texts, "", *filter(None, notes), ""])
 
 
 def _format(number: dict[str, Any] | None, seeds: int, digits: int = 1) -> str:

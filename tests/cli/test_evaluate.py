@@ -142,18 +142,6 @@ def test_the_validation_images_calibrate_and_the_calibration_is_measured_on_othe
     assert document["calibrated"]["mean_probability"] == pytest.approx(sum(probabilities) / 12, abs=1e-4)
 
 
-def test_out_has_the_document_and_is_not_replaced_unasked(folder, model, metrics, tmp_path):
-    out = tmp_path / "out"
-    document = metrics(folder, model, out=out)
-    assert json.loads((out / "evaluation.json").read_text()) == document
-    assert document["test_risk"]["error"] == pytest.approx(1 - document["test_accuracy"])
-    with pytest.raises(UsageError, match="--overwrite"):
-        metrics(folder, model, out=out)
-    assert metrics(folder, model, out=out, overwrite=True) == document
-    with pytest.raises(UsageError, match="cannot be created"):
-        metrics(folder, model, out=out / "evaluation.json" / "below")
-
-
 def test_a_model_without_prototypes_has_no_collapse_and_its_crop_is_compared_with_the_data(
     folder, linear, metrics, lines, tmp_path
 ):
@@ -173,7 +161,6 @@ def test_a_model_without_prototypes_has_no_collapse_and_its_crop_is_compared_wit
     [
         ({"dataset": "birds"}, "unknown data set 'birds'"),
         ({"batch": 0}, "batch 0: expected at least 1"),
-        ({"out": "data/train/metrics"}, "would become part of the data set"),
         (
             {"classes": ["0", "1", "3", "2"]},
             "number 3 is '3' in the model and '2' in the data set; they must be",
@@ -185,12 +172,10 @@ def test_a_wrong_call_is_refused_before_any_model_runs(folder, model, metrics, t
     monkeypatch.setattr(
         "opal_deploy.evaluation.measure.evaluate_session", lambda *_, **options: pytest.fail(f"{options['model']} ran")
     )
-    out = folder.parent / options["out"] if "out" in options else tmp_path / "out"
     measured = _save(tmp_path / "other.pt", options["classes"]) if "classes" in options else model
-    others = {name: value for name, value in options.items() if name not in ("classes", "out")}
+    others = {name: value for name, value in options.items() if name != "classes"}
     with pytest.raises(UsageError, match=message):
-        metrics(folder, measured, out=out, **others)
-    assert not out.exists()
+        metrics(folder, measured, **others)
 
 
 def test_faithfulness_without_prototypes_is_refused_before_the_data_is_read(metrics, linear, tmp_path):
@@ -206,7 +191,7 @@ def test_logits_that_are_not_finite_are_refused(folder, linear, metrics, tmp_pat
         parameter.data[...] = float("nan")
     checkpoints.save(tmp_path / "diverged.pt", diverged)
     with pytest.raises(UsageError, match=r"diverged.pt: its logits for .*test/0/\d+.* are not finite") as caught:
-        metrics(folder, tmp_path / "diverged.pt", out=tmp_path / "out")
+        metrics(folder, tmp_path / "diverged.pt")
     assert "\n" not in str(caught.value)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from opal_deploy.artifact.files import read_json, write_json
+from opal_deploy.artifact.files import write_json
 from opal_deploy.cli.console import print_message, progress
 from opal_deploy.errors import UsageError, install_command, is_installed, require
 
@@ -135,22 +135,24 @@ def _show_whole_job(demo: _Demo, epochs: int, train_per_class: int, seed: int) -
     """Train, evaluate, export, infer and verify, and print how good the evidence is."""
     import torch
 
+    from opal_deploy.artifact import onnx_file
+
     # in so small a network, a second thread mostly waits: next to other work, two took 159 s where one took 74 to 88
     torch.set_num_threads(1)
     data = demo.draw(
         num_species=_SPECIES, train_per_class=train_per_class, val_per_class=_VAL_PER_CLASS,
         test_per_class=_TEST_PER_CLASS, size=(_SIDE, _SIDE), seed=seed,
     )  # fmt: skip
-    run, evaluation = demo.out / "run", demo.out / "evaluation"
+    run = demo.out / "run"
     demo.run("train", data, *_TRAINING, "--epochs", epochs, "--seed", seed, "--out", run)
     # before the export, so that the exported file says what its evidence is worth
-    demo.run("evaluate", data, "--model", run / "best.pt", "--record", "--device", "cpu", "--out", evaluation)
+    demo.run("evaluate", data, "--model", run / "best.pt", "--record", "--device", "cpu")
     demo.run("export", run / "best.pt")
     model = run / "best.onnx"
     explanations = demo.infer(data, model)
     # every record and its label, once more from the files
     demo.run("verify", explanations / "results.jsonl", "--model", model, "--all", "--device", "cpu")
-    _report_whole_job(demo, data, model, read_json(evaluation / "evaluation.json"))
+    _report_whole_job(demo, data, model, onnx_file.read_metadata(model).evaluation)
 
 
 def _report_whole_job(demo: _Demo, data: Path, model: Path, figures: dict[str, Any]) -> None:
@@ -159,13 +161,13 @@ def _report_whole_job(demo: _Demo, data: Path, model: Path, figures: dict[str, A
     Raises:
         UsageError: no image was classified correctly, so there is no evidence to speak of.
     """
-    accuracy, pointing = figures["test_accuracy"], figures.get("pointing_game")
+    accuracy, pointing = figures["accuracy"], figures.get("pointing_game")
     demo.save(test_accuracy=accuracy, pointing_game=pointing)
     if pointing is None:
         raise UsageError(
             "no test image was classified correctly, so its evidence shows nothing; train longer (--epochs)"
         )
-    print_message(f"\nAccuracy: {accuracy:.1%} of {figures['test_images']} test images.")
+    print_message(f"\nAccuracy: {accuracy:.1%} of {figures['images']} test images.")
     part = pointing["distinguishing_part"]
     ratio = part["mean"] / part["random"]
     print_message(
