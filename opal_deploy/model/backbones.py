@@ -39,7 +39,6 @@ from opal_deploy.model.state_dicts import (
     describe_key_errors,
     find_state_dict,
     get_shapes,
-    is_counter,
     read_state_dict,
     strip_prefix,
 )
@@ -238,28 +237,6 @@ def load_weights(
     return origin
 
 
-def load_classifier(
-    name: str, num_classes: int, weights: str | None, input_size: tuple[int, int] | None = None
-) -> nn.Module | None:
-    """Return the whole classifier in a weights file, images [N, 3, H0, W0] to logits [N, C], in evaluation mode.
-
-    None where the weights are no file, or one of a network with other classes, such as ImageNet's.
-
-    Raises:
-        UsageError: no such file. CheckpointError: it is damaged.
-    """
-    if weights is None or not is_weights_file(weights):
-        return None
-    builder = _find_network(name)
-    network = builder.build_network(num_classes, input_size)
-    state = builder.fit_weights(network, strip_prefix(read_state_dict(Path(weights)), network.state_dict()))
-    shapes = get_shapes(network.state_dict())
-    if any(state.get(key, torch.empty(0)).shape != shape for key, shape in shapes.items() if not is_counter(key)):
-        return None
-    network.load_state_dict({key: state[key].float() for key in shapes.keys() & state.keys()}, strict=False)
-    return network.eval()
-
-
 class ConvolutionalNetwork:
     """A network of convolutions, by its name in a library."""
 
@@ -280,11 +257,6 @@ class ConvolutionalNetwork:
             network, {cut.node: FEATURES}, tracer_kwargs=options, suppress_diff_warning=True
         )
         return body
-
-    def build_network(self, num_classes: int, input_size: tuple[int, int] | None) -> nn.Module:
-        """Build the whole classifier, images to logits [N, C], with random weights."""
-        network: nn.Module = self._library.build_network(self._name, "cpu", num_classes)
-        return network
 
     def build_classifier(
         self, num_classes: int, stride: int | None, keep_layers: bool, device: str | torch.device

@@ -187,16 +187,12 @@ class TokenNetwork:
         Raises:
             UsageError: the network cannot take that size.
         """
-        model = self._create(0, input_size, device)
+        model = self._create(input_size, device)
         for name in {*_AFTER_TOKENS} & {name for name, _ in model.named_children()}:
             setattr(model, name, nn.Identity())
         kind: Any = type(model)
         model.__class__ = type(kind.__name__, (kind,), {"forward": _forward, "__module__": kind.__module__})
         return model
-
-    def build_network(self, num_classes: int, input_size: tuple[int, int] | None) -> nn.Module:
-        """Build the whole classifier for one image size, images to logits [N, C]."""
-        return self._create(num_classes, input_size, "cpu")
 
     def build_classifier(
         self, num_classes: int, stride: int | None, keep_layers: bool, device: str | torch.device
@@ -219,14 +215,14 @@ class TokenNetwork:
         converted: dict[str, Tensor] = convert(dict(state), network, **options)
         return converted
 
-    def _create(self, num_classes: int, input_size: tuple[int, int] | None, device: str | torch.device) -> nn.Module:
+    def _create(self, input_size: tuple[int, int] | None, device: str | torch.device) -> nn.Module:
         import timm
 
         create: Any = timm.create_model
         try:
             with torch.device(device):
                 size = {} if input_size is None else {"img_size": input_size}
-                model: nn.Module = create(self._architecture, num_classes=num_classes, **size)
+                model: nn.Module = create(self._architecture, num_classes=0, **size)
         except (TypeError, ValueError, AssertionError, RuntimeError) as error:
             wanted = "its own size" if input_size is None else "{}x{}".format(*input_size)
             raise UsageError(

@@ -129,21 +129,6 @@ def write_pets(root):
     return root
 
 
-def write_dtd_list(root, split, names):
-    write_lines(root / "labels" / f"{split}1.txt", names)
-
-
-def write_dtd(root):
-    """Two textures of six images, two for each split."""
-    for name in ("woven", "banded"):
-        for i in range(6):
-            draw(root / "images" / name / f"{name}_{i:04}.jpg")
-    for start, split in enumerate(("train", "val", "test")):
-        numbers = (2 * start, 2 * start + 1)
-        write_dtd_list(root, split, [f"{n}/{n}_{i:04}.jpg" for n in ("woven", "banded") for i in numbers])
-    return root
-
-
 SCENES = ["/a/abbey", "/a/apartment_building/outdoor", "/b/bakery/shop"]
 
 

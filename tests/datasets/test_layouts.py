@@ -29,14 +29,12 @@ class Layout:
     crop: str | None = None
 
 
-TEXTURES = ["banded", "woven"]
 DOGS = ["n02085936-Zebra_dog", "n02085782-Chihuahua"]
 LAYOUTS = {
     "cub": Layout(layouts.write_cub, (4, 2, 2), ["001.Auk", "002.Jay"], "boxes"),
     "cub100": Layout(layouts.write_cub100, (8, 2, 2), ["Wren", "Auk"]),
     "dogs": Layout(layouts.write_dogs, (8, 2, 4), DOGS, "boxes"),
     "pets": Layout(layouts.write_pets, (12, 3, 3), ["Abyssinian", "American Bulldog", "Bengal"]),
-    "dtd": Layout(layouts.write_dtd, (4, 4, 4), TEXTURES),
     "sun397": Layout(layouts.write_sun397, (15, 4, 5), [scene[3:] for scene in layouts.SCENES]),
     "imagefolder": Layout(layouts.write_image_folder, (8, 4, 6), ["a", "b"]),
 }
@@ -46,7 +44,6 @@ TESTS = {
     "cub100": {"images/Wren/0005.jpg": 0, "images/Auk/0005.jpg": 1},
     "dogs": {f"Images/{breed}/{breed[:9]}_{i}.jpg": 1 - k for k, breed in enumerate(DOGS[::-1]) for i in (5, 6)},
     "pets": {f"images/{breed}_6.jpg": label for label, breed in enumerate(layouts.PETS)},
-    "dtd": {f"images/{n}/{n}_000{i}.jpg": label for label, n in enumerate(TEXTURES) for i in (4, 5)},
 }
 BOXES = {"cub": {(2.0, 3.0, 12.0, 11.0)}, "dogs": {(1.0, 2.0, 10.0, 11.0)}}
 
@@ -104,9 +101,7 @@ DAMAGES = {
         "pets", _pets("trainval", *((f"{b}_{i}", n) for n, b in ((1, "A"), (3, "B")) for i in range(9))), "class id",
     ),
     "pets: damaged list": ("pets", _text("annotations/test.txt", "Abyssinian_1 1"), "torchvision cannot read"),
-    "dtd: other textures": (
-        "dtd", lambda root: layouts.write_dtd_list(root, "test", ["woven/woven_0004.jpg"]), "different classes",
-    ),
+    "pets: other classes": ("pets", _pets("test", ("Abyssinian_6", 1)), "different classes"),
 }  # fmt: skip
 
 
@@ -133,6 +128,6 @@ def test_unreadable_list_is_named_by_the_users_path(tmp_path, monkeypatch):
 def test_a_relative_folder_is_read_and_nothing_is_left_behind(tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.chdir(_write("dtd", tmp_path))
+    monkeypatch.chdir(_write("pets", tmp_path))
     assert all(sample.path.is_file() and not sample.path.is_absolute() for sample in read_dataset(Path()).test)
     assert list((tmp_path / "temporary").iterdir()) == []

@@ -1,15 +1,11 @@
 """`opal-deploy train`: from options to a run."""
 
-import json
 import shutil
-from pathlib import Path
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 
-from opal_deploy.artifact.onnx_file import read_metadata
 from opal_deploy.errors import ExitCode, UsageError
 from opal_deploy.model import checkpoint
 from opal_deploy.options import parse_size
@@ -75,33 +71,3 @@ def test_tensorboard_logs_each_epoch(opal, squares, tmp_path):
     events.Reload()
     assert [event.step for event in events.Scalars("val_loss")] == [1, 2]
     assert {"train_loss", "val_accuracy", "images_per_second", "data_wait"} <= set(events.Tags()["scalars"])
-
-
-# timm -----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_timm_network_trains_exports_and_explains(opal, squares, lite0_weights, tmp_path):
-    run, results = tmp_path / "run", tmp_path / "results"
-    train = (
-        "train", squares.root, "--backbone", "timm:tf_efficientnet_lite0", "--weights", lite0_weights, "--size", "64",
-        "--stride", "16", "--lr", "1e-3", "--augment", "none", "--out", run,
-    )  # fmt: skip
-    done = opal(*train, "--epochs", 4)
-    assert done.returncode == 0, done.stderr
-    accuracy = json.loads((run / "summary.json").read_text())["test_accuracy"]
-    assert accuracy > 0.8
-    assert checkpoint.load(run / "best.pt").network.grid == (4, 4)
-
-    done = opal("export", run / "best.pt")
-    assert done.returncode == 0, done.stderr
-    metadata = read_metadata(run / "best.onnx")
-    assert metadata.mean == metadata.std == (0.5, 0.5, 0.5)
-    assert metadata.training["weights"]["pretrained_cfg"]["license"] == "apache-2.0"
-
-    done = opal("infer", squares.root / "test", "--model", run / "best.onnx", "--explain", "--out", results)
-    assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in (results / "results.jsonl").read_text().splitlines()]
-    # the runtime's pixels are the trainer's
-    assert np.mean([r["prediction"]["label"] == Path(r["image"]).parent.name for r in records]) == accuracy
-    assert all(len(r["evidence"]) == 5 for r in records)

@@ -2,12 +2,9 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -94,37 +91,6 @@ def test_the_weights_that_are_saved_are_those_that_are_judged(folder, tmp_path):
     stored = checkpoint.load(tmp_path / "run" / "last.pt")
     again = evaluate(stored.network, Batches(TrainImages(read_dataset(folder).val, (64, 64)), 64))
     assert again.loss == pytest.approx(stored.metrics["val_loss"], abs=1e-6)
-
-
-@pytest.mark.slow
-def test_a_killed_run_of_two_processes_goes_on(opal_process, folder, tmp_path):
-    """Bit by bit: two numbers add up to the same in either order."""
-    assert _train(folder, tmp_path / "whole").returncode == 0
-    run = tmp_path / "run"
-    command = [sys.executable, "-c", _KILLED, folder, run]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    launched = subprocess.Popen([*map(str, command)], env=environment, start_new_session=True)
-    while not (run / "last.pt").exists():
-        assert launched.poll() is None
-        time.sleep(0.01)
-    os.killpg(launched.pid, signal.SIGKILL)
-    launched.wait()
-    assert not (run / "summary.json").exists()
-    refused = opal_process(*_arguments(folder, run, "--resume"))
-    assert refused.returncode == 2
-    assert "processes was 2 and is 1" in refused.stderr
-    assert _train(folder, run, "--resume").returncode == 0
-    whole, resumed = (checkpoint.load(tmp_path / name / "best.pt").network.state_dict() for name in ("whole", "run"))
-    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
-
-
-# torchrun in the session of this process, so that all of its processes are killed together
-_KILLED = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_distributed import _train
-_train(*sys.argv[1:])
-"""
 
 
 @pytest.mark.parametrize(("size", "count"), [(1, 17), (2, 21), (3, 40), (4, 17)])
