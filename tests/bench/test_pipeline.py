@@ -1,7 +1,6 @@
 """`bench pipeline`: sessions, decoders and disks of known slowness, and its command from end to end."""
 
 import json
-import pkgutil
 import time
 
 import numpy as np
@@ -40,10 +39,9 @@ def items(tmp_path, make_pictures):
     return [InputImage.at(path) for path in make_pictures(tmp_path / "pictures", 12)]
 
 
-def test_whole_batches_of_usable_images_are_decoded_but_not_of_all(items):
+def test_whole_batches_of_usable_images_are_decoded(items):
     items[1].source.write_bytes(b"no image")
     assert decode_images(items, (32, 48), 5).shape == (10, 32, 48, 3)
-    assert decode_images(items * 100, (8, 8), 500).shape == (1000, 8, 8, 3)
     with pytest.raises(UsageError, match=r"11 usable images for a batch of 12; give more, or a smaller --batch"):
         decode_images(items, (32, 32), 12)
 
@@ -74,34 +72,14 @@ def test_a_pipelined_session_is_measured_with_its_batches_in_flight(items, pipel
     assert session.from_locked == 1 + 3 + 6 + 6
 
 
-@pytest.mark.parametrize(
-    ("slow", "stage", "reason"),
-    [
-        ("", "compute", "session"),
-        ("opal_deploy.predict.prepare.decode_for_input", "decode", "images"),
-        ("opal_deploy.run.drawing.draw_overlay", "draw", "drawing"),
-    ],
-    ids=["session", "decoding", "drawing"],
-)
-def test_a_slow_stage_takes_the_time_and_the_loop_waits_for_it(items, monkeypatch, slow, stage, reason):
-    if slow:
-        function = pkgutil.resolve_name(slow)
-        monkeypatch.setattr(slow, lambda *args, **options: (time.sleep(0.05), function(*args, **options))[1])
-    row = measure(SleepingSession(0.01 if slow else 0.1), items)
-    # overlays are drawn with --explain alone
-    name = "infer_explain" if stage == "draw" else "infer"
-
-    def find_largest(kind):
-        return max((key for key in row.figures if key.endswith(kind) and key.startswith(f"{name}.")), key=value_of)
-
-    def value_of(key):
-        return row.figures[key].value
-
-    assert find_largest("wall") == f"{name}.{stage}.wall"
-    assert find_largest("waited") == f"{name}.{reason}.waited"
-    (line,) = (note for note in row.details["notes"] if note.startswith(f"{name}:"))
-    assert f"{stage} {value_of(f'{name}.{stage}.wall'):.3g}" in line
-    assert f"{reason} {value_of(f'{name}.{reason}.waited'):.3g}" in line
+def test_a_slow_session_takes_the_time_and_the_loop_waits_for_it(items):
+    row = measure(SleepingSession(0.1), items)
+    (note,) = (note for note in row.details["notes"] if note.startswith("infer:"))
+    for kind, expected in (("wall", "compute"), ("waited", "session")):
+        values = {key: figure.value for key, figure in row.figures.items() if key.startswith("infer.") and kind in key}
+        largest = max(values, key=values.get)
+        assert largest == f"infer.{expected}.{kind}"
+        assert f"{expected} {values[largest]:.3g}" in note
 
 
 @pytest.fixture

@@ -139,9 +139,3 @@ def write_sun397(root):
             draw(root / scene[1:] / f"sun_{i}.jpg")
     write_lines(root / "ClassName.txt", SCENES)
     return root
-
-
-def write_image_folder(root):
-    for split, count in (("train", 4), ("val", 2), ("test", 3)):
-        write_class_folders(root / split, count=count)
-    return root

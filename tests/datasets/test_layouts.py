@@ -36,7 +36,6 @@ LAYOUTS = {
     "dogs": Layout(layouts.write_dogs, (8, 2, 4), DOGS, "boxes"),
     "pets": Layout(layouts.write_pets, (12, 3, 3), ["Abyssinian", "American Bulldog", "Bengal"]),
     "sun397": Layout(layouts.write_sun397, (15, 4, 5), [scene[3:] for scene in layouts.SCENES]),
-    "imagefolder": Layout(layouts.write_image_folder, (8, 4, 6), ["a", "b"]),
 }
 # of the test split, path under the data set's folder to label
 TESTS = {

@@ -16,7 +16,6 @@ from opal_deploy.evaluation.cells import blur_image
 from opal_deploy.evaluation.faithfulness import measure_faithfulness
 from opal_deploy.evaluation.inputs import Annotations, ImageAnnotation
 from opal_deploy.evaluation.options import EvaluateOptions
-from opal_deploy.logs import no_progress
 
 GRID, CELL = (4, 4), 8
 INPUT_SIZE = (GRID[0] * CELL, GRID[1] * CELL)
@@ -32,13 +31,11 @@ class KnownSession:
 
     def __init__(self, rule):
         self._rule = rule
-        self.batches = []
 
     def run(self, images):
         """See `Session.run`."""
         assert images.dtype == np.uint8
         assert images.shape[1:] == (*INPUT_SIZE, 3)
-        self.batches.append(len(images))
         scores, cells = self._rule(brightness(images))
         narrow = scores.astype(np.float32)
         cosine = cosines(narrow, ClassMap.blocks(narrow.shape[1] // 2, 2), 0.0)
@@ -84,11 +81,11 @@ def painted(folder, cells):
     return samples
 
 
-def _measure(session, samples, *, chosen=None, progress=no_progress, **options):
+def _measure(session, samples, *, chosen=None, **options):
     annotations = Annotations([ImageAnnotation("shown")] * len(samples), "cells")
     chosen = list(range(len(samples)) if chosen is None else chosen)
     settings = EvaluateOptions(faithfulness=True, **options)
-    return measure_faithfulness(session, samples, chosen, annotations, settings, progress=progress)
+    return measure_faithfulness(session, samples, chosen, annotations, settings)
 
 
 def _by_ranking(measured):
@@ -165,17 +162,6 @@ def test_an_image_depends_on_its_index_not_on_the_others(two_cell_images):
     )
     assert whole == alone
     assert batched == _measure(KnownSession(two_cells), two_cell_images, batch=12)
-
-
-def test_equal_images_run_once_in_batches_of_the_options(two_cell_images):
-    session = KnownSession(two_cells)
-    done = []
-    _measure(session, two_cell_images, batch=5, progress=lambda *what: done.append((what[0], what[1])))
-
-    assert max(session.batches) == 5
-    # of an image: itself; deletion of no cell, of 1 and 2 in two orders
-    assert sum(session.batches) == 12 * (1 + 1 + 2 * 2)
-    assert done == [(4, 12), (8, 12), (12, 12)]
 
 
 def test_logits_that_are_not_finite_are_refused(tmp_path):

@@ -4,14 +4,11 @@ import json
 from dataclasses import replace
 from typing import get_args
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.nn import functional
 
 from opal_deploy.artifact.documents import Distance
-from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.logs import no_progress
 from opal_deploy.model import checkpoint
@@ -20,7 +17,7 @@ from opal_deploy.model.head import OpalHead
 from opal_deploy.train import loop
 from opal_deploy.train.checkpoints import RunWriter
 from opal_deploy.train.head_fit import compute_frozen_features, prefer_all_layers
-from opal_deploy.train.images import Batches, TrainImages
+from opal_deploy.train.images import Batches, TrainImages, normalize
 from opal_deploy.train.losses import Objective, Terms, find_logit_scale
 from opal_deploy.train.machine import start_fabric
 from opal_deploy.train.network import build_network, choose_strides
@@ -122,9 +119,8 @@ def test_a_run_that_ends_after_the_fit_goes_on_bit_by_bit(squares, options, tmp_
     assert [record.epoch for record in ended.epochs] == [0, 1]
 
 
-@pytest.mark.parametrize("head", [{"head": "plain"}, {"distance": "tropical"}], ids=str)
-def test_every_head_is_fitted_and_without_memory_to_a_part_of_the_images(squares, options, tmp_path, head):
-    options = replace(options, stride=None if "head" in head else 16, cache_megabytes=0, head_steps=20, **head)
+def test_the_plain_head_is_fitted_without_memory_to_a_part_of_the_images(squares, options, tmp_path):
+    options = replace(options, head="plain", stride=None, cache_megabytes=0, head_steps=20)
     assert fit(squares, options, tmp_path / "run").val.accuracy > 0.6
 
 
@@ -147,9 +143,9 @@ def test_terms_of_the_attention_are_fitted_too(squares, options, tmp_path):
     for name, changed in (("plain", options), ("kept-off", kept_off)):
         run = fit(squares, changed, tmp_path / name)
         network = checkpoint.load(run.best).network
-        pixels = torch.stack([_pixels(sample.path) for sample in squares.train])
+        (pixels, _), *_ = Batches(TrainImages(squares.train, (64, 64)), len(squares.train))
         with torch.no_grad():
-            attention = network.explain(pixels).attention
+            attention = network.explain(normalize(pixels, network.config.mean, network.config.std)).attention
         # in the first row of cells, of the labelled class's slots
         own = [
             maps[2 * sample.label : 2 * sample.label + 2, 0]
@@ -157,12 +153,6 @@ def test_terms_of_the_attention_are_fitted_too(squares, options, tmp_path):
         ]
         scores.append(float(torch.stack(own).amax(2).mean()))
     assert scores[1] < 0.5 * scores[0]
-
-
-def _pixels(path):
-    with Image.open(path) as image:
-        pixels = torch.tensor(np.asarray(image.convert("RGB").resize((64, 64))))
-    return ((pixels / 255 - torch.tensor(IMAGENET_MEAN)) / torch.tensor(IMAGENET_STD)).permute(2, 0, 1)
 
 
 @pytest.mark.parametrize("distance", get_args(Distance))
