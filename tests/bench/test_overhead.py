@@ -90,27 +90,6 @@ def test_counting_skips_what_is_frozen_prints_nothing_and_leaves_torch_as_it_was
         count_module(Fails(), (5, 8, 8), "wrong one")
 
 
-class Authors(nn.Module):
-    """A head in the manner of the authors': modules, and the anchors as a matrix that distances are taken to."""
-
-    def __init__(self, softmax):
-        super().__init__()
-        prototypes = SMALL.classes * SMALL.prototypes
-        self.projection = nn.Conv2d(SMALL.features, prototypes, 1)
-        self.softmax, self.pooling = softmax, nn.AdaptiveMaxPool2d(1)
-        self.register_buffer("anchors", torch.zeros(SMALL.classes, prototypes))
-
-    def forward(self, features):
-        scores = self.pooling(self.softmax(self.projection(features))).flatten(1)
-        z = scores / (scores.norm(dim=1, keepdim=True) + 1e-8)
-        return -torch.cdist(z, self.get_buffer("anchors"))
-
-
-def test_the_papers_convention_is_what_ptflops_counts_for_modules_like_the_authors():
-    counted = count_module(Authors(nn.Softmax2d()).eval().to("meta"), (SMALL.features, *SMALL.grid))
-    assert counted.paper == count_head("opal", SMALL).paper
-
-
 @pytest.mark.parametrize(
     ("head", "config"), [("opal", HeadConfig(prototypes_per_class=3)), ("linear", LINEAR_BASELINE)]
 )

@@ -13,11 +13,6 @@ from opal_deploy.errors import UsageError
 from tests.datasets.layouts import deny, write_class_folders, write_cub
 
 
-def test_unknown_name_lists_the_names(tmp_path):
-    with pytest.raises(UsageError, match="birds"):
-        read_dataset(tmp_path, "birds")
-
-
 @pytest.mark.parametrize("name", DATASET_NAMES)
 def test_missing_or_empty_folder_is_one_line(tmp_path, name):
     with pytest.raises(UsageError, match="no such folder"):

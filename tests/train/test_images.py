@@ -58,22 +58,6 @@ def test_normalisation_is_that_of_preprocess_bit_for_bit(samples):
     assert ours.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_exif_orientation_is_applied(tmp_path):
-    # stored lying on its side, with the tag that turns it 90 degrees clockwise for a viewer
-    upright = np.zeros((60, 40, 3), np.uint8)
-    upright[:30] = (250, 0, 0)
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    path = tmp_path / "phone.jpg"
-    Image.fromarray(np.rot90(upright).copy()).save(path, exif=exif, quality=95)
-    images = TrainImages([Sample(path, 0)], (32, 32), augmentation=PaperAugmentation((32, 32)))
-    pixels = images.load(0)  # the squashed image itself, at the size that augmentation starts from
-    assert pixels.shape[0] == 33
-    rows = pixels[..., 0].mean(axis=1)
-    assert rows[:12].min() > 200
-    assert rows[-12:].max() < 50
-
-
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_an_epoch_depends_on_its_number_and_seed_alone(samples):
     plain = _epoch(samples)
