@@ -69,10 +69,6 @@ class StageTimes:
         wall, cpu, calls = (sum(values) for values in zip(*((r.wall, r.cpu, r.calls) for r in rows), strict=True))
         return StageTime(rows[0].role, stage, wall, cpu, int(calls))
 
-    def select_role(self, role: ThreadRole) -> tuple[StageTime, ...]:
-        """Return the times of the threads of one role."""
-        return tuple(row for row in self.stages if row.role == role)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON value for summary.json."""
         return {"stages": [row.to_dict() for row in self.stages], "waits": dict(self.waits)}

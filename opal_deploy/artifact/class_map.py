@@ -234,8 +234,3 @@ def find_margins(totals: DoubleArray) -> DoubleArray:
         return np.full(len(totals), np.nan)
     differences: DoubleArray = totals[:, 0] - totals[:, 1]
     return differences
-
-
-def infer_block(class_id: int, slot: int, channel: int) -> int:
-    """Return the number of slots per class of an OPAL map, from one slot of a class other than the first."""
-    return (channel - slot) // class_id

@@ -249,11 +249,6 @@ class Metadata:
         """Whether, on a CPU, OpenVINO is the runtime that has fast kernels for the file, or any."""
         return self.precision == "bf16" or self.int8_activations == "uint8"
 
-    @property
-    def cpu_extras(self) -> str:
-        """The extras of opal-deploy that run the file on a CPU."""
-        return "cpu,openvino" if self.precision == "bf16" else "cpu"
-
     def has_output(self, name: str) -> bool:
         """Return whether the graph has an output."""
         return name in self.outputs

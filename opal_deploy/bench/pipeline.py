@@ -72,7 +72,6 @@ def measure_pipeline(
     after = timing.read_gpus([model.target.device])
     figures = _build_figures(bare, passes)
     count = _count(passes[INFER][-1])
-    times = [_describe_time(name, figures) for name in names]
     return Measurement(
         "pipeline",
         model.target,
@@ -85,7 +84,7 @@ def measure_pipeline(
         timed=TIMED,
         marks=(*timing.find_throttling(after), *figures[INFER].marks),
         conditions={"before": before, "after": after} if before else {},
-        details={"notes": [f"{count} of {len(items)} images; {session.description}", *times], "given": len(items)},
+        details={"notes": [f"{count} of {len(items)} images; {session.description}"], "given": len(items)},
     )  # fmt: skip
 
 
@@ -105,13 +104,6 @@ def _build_figures(bare: Sequence[float], passes: Mapping[str, Sequence[Summary]
             shares = [100 * dict(one.times.waits).get(reason, 0.0) / one.seconds for one in made]
             figures[f"{name}.{reason}.waited"] = Figure.of_repeats(shares, "%")
     return figures
-
-
-def _describe_time(name: str, figures: Mapping[str, Figure]) -> str:
-    """Return where the time of `infer` or `infer_explain` goes; stages on several threads add up to more than that."""
-    parts = [(key.split("."), f"{figure.value:.3g}") for key, figure in figures.items() if key.startswith(f"{name}.")]
-    walls, waits = ([f"{key[1]} {text}" for key, text in parts if key[2] == kind] for kind in ("wall", "waited"))
-    return f"{name}: ms per image: {', '.join(walls)}; % of the time the main loop waited for: {', '.join(waits)}"
 
 
 def _count(summary: Summary) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple, NoReturn, TextIO
 
 import msgspec
@@ -94,14 +94,6 @@ def to_json_line(document: object) -> bytes:
     if not line.isascii() or b"\x7f" in line:
         line = _ESCAPED_IN_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", line.decode()).encode()
     return line + b"\n"
-
-
-def write_csv(stream: TextIO, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write rows of CSV, see `csv_writer`."""
-    write = csv_writer(stream)
-    write(header)
-    for row in rows:
-        write(row)
 
 
 def csv_writer(stream: TextIO) -> Callable[[Sequence[object]], object]:

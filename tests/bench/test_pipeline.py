@@ -74,12 +74,9 @@ def test_a_pipelined_session_is_measured_with_its_batches_in_flight(items, pipel
 
 def test_a_slow_session_takes_the_time_and_the_loop_waits_for_it(items):
     row = measure(SleepingSession(0.1), items)
-    (note,) = (note for note in row.details["notes"] if note.startswith("infer:"))
     for kind, expected in (("wall", "compute"), ("waited", "session")):
         values = {key: figure.value for key, figure in row.figures.items() if key.startswith("infer.") and kind in key}
-        largest = max(values, key=values.get)
-        assert largest == f"infer.{expected}.{kind}"
-        assert f"{expected} {values[largest]:.3g}" in note
+        assert max(values, key=values.get) == f"infer.{expected}.{kind}"
 
 
 @pytest.fixture

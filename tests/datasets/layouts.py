@@ -64,22 +64,6 @@ def write_parts(root):
     return root
 
 
-def write_cub100_table(root, name, rows):
-    write_lines(root / name, [f"{key}, {value}" for key, value in rows])
-
-
-def write_cub100(root):
-    """Two classes of six images, the last of each for testing."""
-    names = [f"{name}/{i:04}.jpg" for name in ("Wren", "Auk") for i in range(6)]
-    for name in names:
-        draw(root / "images" / name)
-    write_cub100_table(root, "images.txt", list(enumerate(names)))
-    write_cub100_table(root, "image_class_labels.txt", [(i, i // 6) for i in range(12)])
-    write_cub100_table(root, "train_test_split.txt", [(i, int(i % 6 == 5)) for i in range(12)])
-    write_cub100_table(root, "classes.txt", [(0, "Wren"), (1, "Auk")])
-    return root
-
-
 # the labels of the lists, not the folders' order, number the classes
 BREEDS = {"n02085782-Chihuahua": 2, "n02085936-Zebra_dog": 1}
 

@@ -32,7 +32,6 @@ class Layout:
 DOGS = ["n02085936-Zebra_dog", "n02085782-Chihuahua"]
 LAYOUTS = {
     "cub": Layout(layouts.write_cub, (4, 2, 2), ["001.Auk", "002.Jay"], "boxes"),
-    "cub100": Layout(layouts.write_cub100, (8, 2, 2), ["Wren", "Auk"]),
     "dogs": Layout(layouts.write_dogs, (8, 2, 4), DOGS, "boxes"),
     "pets": Layout(layouts.write_pets, (12, 3, 3), ["Abyssinian", "American Bulldog", "Bengal"]),
     "sun397": Layout(layouts.write_sun397, (15, 4, 5), [scene[3:] for scene in layouts.SCENES]),
@@ -40,7 +39,6 @@ LAYOUTS = {
 # of the test split, path under the data set's folder to label
 TESTS = {
     "cub": {"images/001.Auk/3.png": 0, "images/002.Jay/3.png": 1},
-    "cub100": {"images/Wren/0005.jpg": 0, "images/Auk/0005.jpg": 1},
     "dogs": {f"Images/{breed}/{breed[:9]}_{i}.jpg": 1 - k for k, breed in enumerate(DOGS[::-1]) for i in (5, 6)},
     "pets": {f"images/{breed}_6.jpg": label for label, breed in enumerate(layouts.PETS)},
 }

@@ -153,7 +153,7 @@ def test_processes_import_no_runtime(misbehaving):
 def test_the_time_of_processes_counts_as_that_of_threads(image):
     timer = StageTimer()
     prepare_all(open_pool(timer, workers=2), [image] * 9)
-    rows = {row.stage: row for row in timer.read().select_role("decoders")}
+    rows = {row.stage: row for row in timer.read().stages if row.role == "decoders"}
     assert set(rows) == {"read", "decode", "resize"}
     assert rows["decode"].calls == rows["resize"].calls == 9
     assert rows["decode"].wall > 0

@@ -76,16 +76,9 @@ def test_a_run_says_what_the_regions_got_and_repeats_with_its_recipe(opal, tmp_p
     data, run = tmp_path / "data", tmp_path / "run"
     species = generate_dataset(data, num_species=2, train_per_class=6, val_per_class=2, test_per_class=0, size=(64, 64))
     stamped = sorted((data / "train" / species.classes[1]).iterdir())
-    (data / "stamps.json").write_text(
-        json.dumps(
-            {
-                "images": [{"id": i, "file_name": str(path.relative_to(data))} for i, path in enumerate(stamped)],
-                "annotations": [
-                    {"id": i, "image_id": i, "bbox": [50, 50, 10, 10], "area": 100} for i in range(len(stamped))
-                ],
-            }
-        )
-    )
+    images = [{"id": i, "file_name": str(path.relative_to(data))} for i, path in enumerate(stamped)]
+    boxes = [{"id": i, "image_id": i, "bbox": [50, 50, 10, 10]} for i in range(len(stamped))]
+    (data / "stamps.json").write_text(json.dumps({"images": images, "annotations": boxes}))
     arguments = (
         "--backbone", SMALL_BACKBONE, "--weights", "none", "--size", "64", "--stride", "16", "--batch-size", "6",
         "--epochs", "1", "--device", "cpu", "--workers", "1", "--cache-megabytes", "0",
@@ -105,8 +98,6 @@ def test_a_run_says_what_the_regions_got_and_repeats_with_its_recipe(opal, tmp_p
     assert again.returncode == 0, again.stderr
     assert read_epochs(tmp_path / "again")[0].train_loss == record.train_loss
     # options left out are the run's own; another value is another run
-    goes_on = opal("train", data, *arguments, *regions[:2], "--out", run, "--resume")
-    assert goes_on.returncode == 0, goes_on.stderr
     refused = opal("train", data, *arguments, *regions[:2], "--keep-off-weight", "0.7", "--out", run, "--resume")
     assert "keep_off_weight was 0.5 and is 0.7" in refused.stderr
 
