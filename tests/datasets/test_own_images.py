@@ -55,11 +55,6 @@ class TestImageFolder:
         write_class_folders(tmp_path, [f"{split}/{wnid}" for split in ("train", "val") for wnid in ("n0144", "n0210")])
         assert read_dataset(tmp_path).layout == "imagefolder"
 
-    def test_images_without_class_folders_are_named(self, tmp_path):
-        draw(tmp_path / "0.jpg")
-        with pytest.raises(UsageError, match=r"0 classes found.*0\.jpg"):
-            read_dataset(tmp_path)
-
 
 class TestNothingIsPassedOverInSilence:
     def test_unused_images_are_a_warning(self, tmp_path):
