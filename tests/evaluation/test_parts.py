@@ -288,9 +288,9 @@ def test_an_export_has_the_purity_of_its_checkpoint_whatever_the_batch(tmp_path)
     reference, deployed = (result.parts for result in results)
     assert (deployed.purity, deployed.purity_std) == (reference.purity, reference.purity_std)
     # otherwise the agreement would be one of nothing with nothing
-    assert 0.0 < reference.consistency < 100.0
+    assert 0.0 < reference.stability < 100.0
     assert reference.purity > 0.0
     assert (reference.unavailable, list(deployed.unavailable)) == ({}, [*FIGURES[:2]])
     document = results[0].to_dict("all")
-    assert document["prototype_consistency"] == reference.consistency / 100
+    assert document["prototype_stability"] == reference.stability / 100
     assert results[1].to_dict("all")["prototype_stability"] is None
