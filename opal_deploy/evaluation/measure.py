@@ -195,11 +195,15 @@ def _measure_baseline(measured: ModelEvaluation, inputs: EvaluationInputs, optio
         return replace(measured, baseline=baseline)
     loaded, progress = checkpoint.load(path), as_progress(options.progress)
     network = loaded.network.to(torch_device(options.device))
-    network.neighbours = fit_neighbours(network, train, [], boxes=options.boxes, progress=progress)
+    if options.boxes:
+        images = list(inputs.samples)
+    else:
+        train, images = ([replace(sample, box=None) for sample in part] for part in (train, inputs.samples))
+    network.neighbours = fit_neighbours(network, train, [], progress=progress)
     if network.neighbours is None:
         options.log("no features kept for --unknown: too few training images, or no spread within classes")
     session = TorchSession(loaded, device=options.device, threads=options.threads)
-    answers = measure_baseline(session, inputs.samples, network.neighbours, boxes=options.boxes, progress=progress)
+    answers = measure_baseline(session, images, network.neighbours, progress=progress)
     return replace(measured, baseline=answers, neighbours=network.neighbours)
 
 
