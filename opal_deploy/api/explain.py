@@ -93,7 +93,7 @@ def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tup
     folder = None if options.atlas is None else Path(options.atlas)
     atlas = None if folder is None else drawing.load_atlas(path, metadata, setup.fingerprint_model(path), folder)
     names = drawing.load_slot_names(metadata, options.slot_names, folder)
-    shown = drawing.SheetOptions(options.heatmap, atlas, options.rows, names, decision, options.receptive_field)
+    shown = drawing.SheetOptions(atlas, options.rows, names, decision)
     builder = drawing.SheetBuilder(metadata, shown, model=str(path))
     setup.log_cautions(metadata, boxed=boxed, crop_hint="--boxes FILE", log=options.log)
     return sessions, builder

@@ -62,8 +62,6 @@ class ExplainOptions(Decision):
         ),
     ] = None
     overwrite: Annotated[bool, Option("Replace existing sheets.")] = False
-    heatmap: Annotated[bool, Option("Show attention maps; an export needs --outputs attention.")] = False
-    receptive_field: Annotated[bool, Option("Draw the effective receptive field of each cell, dashed.")] = False
     atlas: AtlasFolder = None
     rows: Annotated[int, Option("Patches per slot from --atlas.", min=1)] = 4
     slot_names: SlotNameFile = None

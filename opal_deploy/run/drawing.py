@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self, TypeAlias, cast
 
@@ -72,20 +72,16 @@ class SheetOptions:
     """The content of evidence sheets.
 
     Attributes:
-        heatmap: the outputs' attention maps.
         atlas: the model's atlas, for exemplars from other images; None: none.
         exemplar_rows: maximum number of exemplars per slot.
         names: names of slots.
         decision: thresholds that mark images, resolved.
-        fields: draw effective receptive fields on the photographs.
     """
 
-    heatmap: bool = False
     atlas: Atlas | None = None
     exemplar_rows: int = 4
     names: SlotNames | None = None
     decision: Decision = NO_DECISION
-    fields: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,19 +101,8 @@ class SheetBuilder:
 
     def __init__(self, metadata: Metadata, options: SheetOptions | None = None, *, model: str = "the model") -> None:
         """Raise UsageError unless the model, which messages call `model`, has what the sheets show."""
-        options = options or SheetOptions()
         check_exact_evidence(metadata, model)
-        if options.fields and metadata.effective_field is None:
-            raise UsageError(
-                f"{model}: its effective receptive field was not measured; leave --receptive-field out, or train and "
-                "export with this version"
-            )
-        if options.heatmap and "attention" not in metadata.outputs:
-            raise UsageError(
-                f"{model}: it was exported without attention maps, which --heatmap needs; "
-                f"opal-deploy export {metadata.checkpoint_name} --outputs attention"
-            )
-        self._metadata, self._options = metadata, options
+        self._metadata, self._options = metadata, options or SheetOptions()
 
     def build(self, result: Result) -> Sheet:
         """Return the sheet of a result with image and outputs (`keep_images`, `keep_outputs`).
@@ -130,12 +115,10 @@ class SheetBuilder:
         if prepared.geometry is None or outputs is None:
             raise ValueError("a sheet needs an answered image whose outputs were kept")
         image = get_image(prepared)
-        if not options.heatmap:
-            outputs = replace(outputs, attention=None)
         info = ImageInfo(prepared.input.name, prepared.geometry, label=prepared.input.label)
         content = build_sheet_content(info, outputs, self._metadata, decision=options.decision, names=options.names)
         exemplars = None if options.atlas is None else self._find_exemplars(options.atlas, content, result)
-        return Sheet(content, layout_sheet(content, image, exemplars, fields=options.fields))
+        return Sheet(content, layout_sheet(content, image, exemplars))
 
     def _find_exemplars(self, atlas: Atlas, content: SheetContent, result: Result) -> Exemplars:
         prepared, predicted = result.prepared, content.predicted

@@ -48,12 +48,11 @@ class SlotBox:
 
     Attributes:
         box: (x0, y0, x1, y1) of the slot's cell, in pixels of the image.
-        field: (x0, y0, x1, y1) of the cell's effective receptive field; None: not drawn.
+        emphasis: how strongly it is drawn.
     """
 
     slot: int
     box: Sequence[float]
-    field: Sequence[float] | None = None
     emphasis: Emphasis = Emphasis.PLAIN
 
 
@@ -78,7 +77,7 @@ def emphasize(parts: Sequence[float | None]) -> list[Emphasis]:
 def draw_boxes(
     photograph: Image.Image, slots: Sequence[SlotBox], scale: tuple[float, float], *, min_letters: int = MIN_LETTERS
 ) -> None:
-    """Draw boxes, and receptive fields if given, on a photograph, RGB.
+    """Draw boxes on a photograph, RGB.
 
     Slots that share a cell share one outline, in the first one's colour, with their tags side by side.
 
@@ -89,7 +88,6 @@ def draw_boxes(
     """
     size = photograph.size
     boxes = group_boxes(slots, scale, size)
-    fields = {pixel_box(slot.box, scale, size): slot.field for slot in reversed(slots)}
     line = max(1, round(min(size) * _LINE))
     tags = {tag.slots: tag for tag in place_tags(boxes, size, line, min_letters)}
     for is_faint in (True, False):
@@ -98,9 +96,6 @@ def draw_boxes(
             continue
         layer = photograph.copy() if is_faint else photograph
         draw = ImageDraw.Draw(layer)
-        for box in group:
-            if (field := fields[box.box]) is not None:
-                _draw_field(draw, pixel_box(field, scale, size), slot_color(box.slots[0]), 2 * line)
         shown = [tags[box.slots] for box in group if box.slots in tags]
         for tag in shown:
             tag.draw_line(draw)
@@ -123,19 +118,6 @@ def group_boxes(slots: Sequence[SlotBox], scale: tuple[float, float], size: tupl
         TaggedBox(box, tuple(slot.slot for slot in group), max(slot.emphasis for slot in group))
         for box, group in cells.items()
     ]
-
-
-def _draw_field(draw: ImageDraw.ImageDraw, box: Rectangle, color: RGB, line: int) -> None:
-    """Draw a dashed rectangle on a dark line that keeps it visible on a ground of the same colour."""
-    draw.rectangle(box, outline=INK, width=line)
-    x0, y0, x1, y1 = box
-    dash = 5 * line + 3
-    for x in range(x0, x1 + 1, 2 * dash):
-        for y in (y0, y1 - line + 1):
-            draw.rectangle((x, y, min(x + dash - 1, x1), y + line - 1), fill=color)
-    for y in range(y0, y1 + 1, 2 * dash):
-        for x in (x0, x1 - line + 1):
-            draw.rectangle((x, y, x + line - 1, min(y + dash - 1, y1)), fill=color)
 
 
 def _draw_border(draw: ImageDraw.ImageDraw, box: Rectangle, color: RGB, line: int) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw
 
-from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.preprocess.resize import display_size, to_display
 from opal_deploy.records.record import Answered, Failed, Record, describe_status
 from opal_deploy.visualization.boxes import SlotBox, Tag, TaggedBox, draw_boxes, emphasize, group_boxes, place_tags
@@ -38,7 +37,6 @@ LOGIT = "contribution to the logit"
 MEANINGS = (COSINE, DISTANCE, SCORE, LOGIT)
 
 NO_EVIDENCE = "No evidence boxes: this model's answers do not come from single cells."
-FIELD_NOTE = "Solid: the cell where a score was read. Dashed: its effective receptive field."
 
 # a smaller side under _MIN_SIDE is enlarged to about _ENLARGED_SIDE, the longer side to at most _MAX_SIDE
 _MIN_SIDE, _ENLARGED_SIDE, _MAX_SIDE = 160, 256, 1600
@@ -125,13 +123,12 @@ def _font_size(width: int, height: int) -> int:
     return max(12, round(math.sqrt(width * height) / 30))
 
 
-def draw_overlay(image: Image.Image, record: Record, field: EffectiveField | None = None) -> Image.Image:
+def draw_overlay(image: Image.Image, record: Record) -> Image.Image:
     """Return a photograph with a box per slot, and a caption below.
 
     Args:
         image: the whole image, EXIF orientation applied, or its `to_display`; not changed.
         record: the image's record; without `evidence` no boxes are drawn, and the caption says so.
-        field: draw the cells' effective receptive fields too, dashed.
 
     Returns:
         RGB; the photograph in the upper left corner, of `photograph_size`.
@@ -144,8 +141,8 @@ def draw_overlay(image: Image.Image, record: Record, field: EffectiveField | Non
     photograph = show_photograph(image, record)
     width, height = photograph.size
     size = _font_size(width, height)
-    caption = _Caption(record, max(width, _MIN_WIDTH_EM * size), size, field is not None)
-    draw_evidence(photograph, record, field)
+    caption = _Caption(record, max(width, _MIN_WIDTH_EM * size), size)
+    draw_evidence(photograph, record)
     canvas = Image.new("RGB", (caption.width, height + caption.height), PAPER)
     canvas.paste(photograph, (0, 0))
     caption.draw(ImageDraw.Draw(canvas), height)
@@ -170,20 +167,17 @@ def check_display(image: Image.Image, size: tuple[int, int]) -> None:
         raise ValueError(f"the image is {image.size} pixels but its record says {size}")
 
 
-def draw_evidence(photograph: Image.Image, record: Answered, field: EffectiveField | None = None) -> None:
+def draw_evidence(photograph: Image.Image, record: Answered) -> None:
     """Draw the boxes of a record's slots on its photograph of any size."""
     scale = photograph.width / record.width, photograph.height / record.height
-    draw_boxes(photograph, place_boxes(record, field), scale)
+    draw_boxes(photograph, place_boxes(record), scale)
 
 
-def place_boxes(record: Answered, field: EffectiveField | None = None) -> list[SlotBox]:
+def place_boxes(record: Answered) -> list[SlotBox]:
     """Return the boxes of a record's slots, with their emphasis if the contributions add up to the cosine."""
     meaning, bars = build_bars(record)
     emphases = emphasize([bar.value if meaning == COSINE else None for bar in bars])
-    return [
-        SlotBox(slot.slot, slot.box, None if field is None else field.surround(slot.cell, slot.box), emphasis)
-        for slot, emphasis in zip(record.evidence, emphases, strict=True)
-    ]
+    return [SlotBox(slot.slot, slot.box, emphasis) for slot, emphasis in zip(record.evidence, emphases, strict=True)]
 
 
 def arrange_boxes(record: Answered) -> list[tuple[TaggedBox, Tag | None]]:
@@ -244,7 +238,7 @@ def format_facts(record: Answered) -> str:
 class _Caption:
     """The caption of a record with a prediction: label, status, sentences and figures."""
 
-    def __init__(self, record: Answered, width: int, size: int, fields: bool) -> None:
+    def __init__(self, record: Answered, width: int, size: int) -> None:
         small, large, inner = max(12, round(size * 0.8)), round(size * 1.35), width - 2 * size
         meaning, bars = build_bars(record)
         title, below = headline(
@@ -253,13 +247,12 @@ class _Caption:
         note = "" if bars else NO_EVIDENCE
         if meaning == COSINE:
             note = describe_boxes([bar.slot for bar in bars], [bar.value for bar in bars])
-        notes = " ".join(filter(None, [note, FIELD_NOTE if fields and bars else ""]))
         # (text, font size, colour), from the top
         self._lines: list[tuple[str, int, RGB]] = []
         for text, font_size, color, lines in (
             (title, large, INK, 2), (below, size, INK, 2), (describe_status(record), size, INK, 4),
             (" ".join(describe_answer(record)), size, INK, 6), (format_facts(record), small, FAINT, 4),
-            (notes, small, FAINT, 4),
+            (note, small, FAINT, 4),
         ):  # fmt: skip
             self._lines += [(line, font_size, color) for line in wrap_text(text, font_size, inner, lines)]
         self.width, self._margin = width, size

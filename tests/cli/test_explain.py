@@ -99,7 +99,6 @@ def test_a_sheet_that_is_there_is_not_replaced_unasked(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "complaint"),
     [
-        ("in/000.png --heatmap", 2, "exact.onnx: it was exported without attention maps"),
         ("in --out a.png", 2, "--out a.png: is one file, but there may be several images"),
         ("in/000.png --out a.jpg", 2, "expected a .png or .svg file"),
         ("in/000.png --out in/000.png --overwrite", 2, "this call reads that file"),
@@ -114,18 +113,3 @@ def test_a_call_that_gives_no_sheet_says_why_in_one_line(run, tmp_path, argument
     before = sorted(tmp_path.rglob("*"))
     assert complaint in one_line(run(f"explain {arguments}", code), code)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_receptive_fields_are_drawn_only_where_they_were_measured(run, opal, exact_model, tmp_path):
-    from dataclasses import replace
-
-    from opal_deploy.artifact.measurements import ReceptiveField
-    from opal_deploy.model import checkpoint
-
-    assert "was not measured" in one_line(run("explain in/000.png --receptive-field", 2))
-    field = ReceptiveField(32, 527, 0.5, effective=64, effective_offset=12.0, images=1)
-    stored = checkpoint.load(exact_model.with_suffix(".pt"))
-    checkpoint.save(tmp_path / "m.pt", replace(stored, receptive_field=field))
-    for option, out in (((), "plain.png"), (("--receptive-field",), "fields.png")):
-        assert opal("explain", "in/000.png", "--model", "m.pt", "--out", out, *option, cwd=tmp_path).returncode == 0
-    assert (tmp_path / "plain.png").read_bytes() != (tmp_path / "fields.png").read_bytes()

@@ -57,7 +57,6 @@ def test_what_needs_all_outputs_is_refused_in_a_line(opal, models, make_pictures
     assert "it lists 3 of 4 classes; give --top 3, or a file that lists more: opal-deploy export exact.pt" in refuse(
         "infer", "in"
     )
-    assert "exported without attention maps" in refuse("explain", "in", "--heatmap")
     assert "best.onnx: outputs only the best 3 classes, and `evaluate` needs all" in refuse("evaluate", "in")
     command = "opal-deploy evaluate DATA --model exact.pt --faithfulness --record"
     advice = f"measure it with: {command}, and export exact.pt again"

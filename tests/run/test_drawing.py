@@ -2,7 +2,6 @@
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -188,16 +187,6 @@ OPTIONS = InferenceOptions(batch=1, workers=1, keep_images=True, keep_outputs=Tr
 def build(session, path, options=None, **request):
     (result,) = predict_stream([InputImage(path.name, path, **request)], [session], OPTIONS)
     return SheetBuilder(session.metadata, options).build(result)
-
-
-@pytest.mark.parametrize("heatmap", [True, False])
-def test_an_export_with_attention_shows_it_on_request(tmp_path, heatmap):
-    session = BrightSession()
-    session.metadata = replace(session.metadata, outputs=("logits", "argmax", "scores", "attention"))
-    plain_run, maps = session.run, np.random.default_rng(0).random((1, 4, 4, 4)).astype(np.float32)
-    session.run = lambda images: replace(plain_run(images), attention=maps)
-    for slot in build(session, save(tmp_path / "a.png"), SheetOptions(heatmap=heatmap)).content.predicted.slots:
-        assert (slot.attention == maps[0, slot.channel]).all() if heatmap else slot.attention is None
 
 
 def test_a_box_crops_the_view_and_places_stay_those_of_the_whole_image(tmp_path):

@@ -7,7 +7,6 @@ import pytest
 from msgspec.structs import replace
 from PIL import Image
 
-from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.preprocess.resize import to_display
 from opal_deploy.records.build import error_record
 from opal_deploy.visualization.boxes import pixel_box
@@ -21,7 +20,7 @@ from opal_deploy.visualization.overlay import (
     encode_jpeg,
     photograph_size,
 )
-from opal_deploy.visualization.style import INK, format_number, slot_color
+from opal_deploy.visualization.style import format_number, slot_color
 
 SIZE = (500, 400)
 
@@ -61,19 +60,6 @@ def test_a_box_shows_on_any_background(make_record, background):
     overlay = draw_overlay(image, make_record(SIZE, [(2, 2)]))
     row = np.asarray(overlay.convert("L"), dtype=int)[200, 195:215]
     assert np.abs(np.diff(row)).max() > 60
-
-
-def test_fields_are_dashed_around_their_cells_and_the_caption_says_which_is_which(make_record):
-    record = make_record(SIZE, [(2, 2)])
-    plain, drawn = (
-        draw_overlay(Image.new("RGB", SIZE, "#777"), record, field) for field in (None, EffectiveField(2, 0.5, (5, 5)))
-    )
-    # cells of 100 x 80 pixels: the field is twice as large around 250, 200
-    changed = (np.asarray(drawn)[: SIZE[1]] != np.asarray(plain)[: SIZE[1]]).any(axis=-1)
-    rows, columns = np.nonzero(changed)
-    assert (columns.min(), columns.max(), rows.min(), rows.max()) == (150, 349, 120, 279)
-    assert {drawn.getpixel((x, 120)) for x in range(150, 350)} == {slot_color(0), INK}
-    assert drawn.height > plain.height
 
 
 @pytest.mark.parametrize(("size", "scale"), [((1, 1), 256), ((13, 169), 9), ((160, 160), 1), ((1, 1000), 1)])

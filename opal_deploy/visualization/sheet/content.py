@@ -12,9 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.records.build import ImageInfo, build_records, class_evidence
@@ -48,7 +45,6 @@ class SlotView:
         value: what the bar shows: the contribution, or the score if there is none.
         start, stop: ends of the bar as shares of the full bar, on one scale for both classes.
         shared: whether another slot of the class chose the same cell.
-        attention: float32 [H, W]; None if the outputs have no attention maps.
     """
 
     slot: int
@@ -63,7 +59,6 @@ class SlotView:
     start: float
     stop: float
     shared: bool
-    attention: NDArray[np.float32] | None = None
 
     @property
     def place(self) -> str:
@@ -196,8 +191,8 @@ class SheetContent:
             return "sum of these"
         return "" if view.total is None else f"sum = {_SUMS.get(self.distance, 'share of the distance')}"
 
-    def explain_figures(self, *, fields: bool = False) -> list[str]:
-        """Return sentences on how to read boxes and bars; `fields`: receptive fields are drawn on the photographs."""
+    def explain_figures(self) -> list[str]:
+        """Return sentences on how to read boxes and bars."""
         measure = "The cosine says how well the image matches a class: 1 is a perfect match."
         if self.meaning == "logit":
             measure = "The logit says how well the image matches a class, compared with the other classes."
@@ -211,7 +206,6 @@ class SheetContent:
             sentences.append(
                 "A box is the cell where a slot's score was read. Patches show the cell's effective receptive field, "
                 "which the score mostly depends on, with the cell outlined."
-                + (" On the photographs that field is dashed." if fields else "")
             )
         if self.meaning == "cosine":
             slots = self.predicted.slots
@@ -235,11 +229,11 @@ class SheetContent:
         return " ".join([*parts, *self.explain_figures()])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content for JSON, without attention maps and bars; `label` and `correct` only with a label."""
+        """Return the content for JSON, without bars; `label` and `correct` only with a label."""
         document = asdict(self)
         for view in (document["predicted"], document["runner_up"]):
             for slot in view["slots"] if view else []:
-                for key in ("attention", "start", "stop", "value"):
+                for key in ("start", "stop", "value"):
                     del slot[key]
         if self.label is None:
             del document["label"], document["correct"]
@@ -274,7 +268,7 @@ def build_sheet_content(
     full = {"cosine": 1.0 / min(map(len, evidence)), "score": 1.0}.get(meaning, 0.0)
     ends = iter(bar_ends([_value(slot, meaning) for slots in evidence for slot in slots], full))
     predicted, *others = (
-        _build_view(answer, slots, list(itertools.islice(ends, len(slots))), meaning, outputs, names or {}, metadata)
+        _build_view(answer, slots, list(itertools.islice(ends, len(slots))), meaning, names or {}, metadata)
         for answer, slots in zip(answers, evidence, strict=True)
     )
     runner_up = others[0] if others else None
@@ -299,17 +293,16 @@ def _build_view(
     slots: Sequence[Slot],
     ends: list[tuple[float, float]],
     meaning: Meaning,
-    outputs: Outputs,
     names: SlotNames,
     metadata: Metadata,
 ) -> ClassView:
     cells = [slot.cell for slot in slots]
-    field, maps = metadata.effective_field, outputs.attention
+    field = metadata.effective_field
     views = [
         SlotView(
             slot.slot, slot.channel, cell, slot.box, None if field is None else field.surround(cell, slot.box),
             slot.score, slot.contribution, names.get((answer.class_id, slot.slot)), _value(slot, meaning), *end,
-            cells.count(cell) > 1, None if maps is None else maps[0, slot.channel],
+            cells.count(cell) > 1,
         )
         for slot, cell, end in zip(slots, cells, ends, strict=True)
     ]  # fmt: skip

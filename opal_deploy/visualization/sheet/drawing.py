@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 from xml.sax.saxutils import escape, quoteattr
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
@@ -35,8 +33,6 @@ Anchor = Literal["start", "middle", "end"]
 
 # patches enlarged at least this much show pixels as squares: smoothing would invent detail
 _SQUARES_FROM = 8
-# colours from no to most attention: paper, sky blue, dark blue; lightness falls throughout, so it reads in grey too
-_COLOR_STOPS: tuple[RGB, ...] = ((250, 250, 248), (120, 185, 225), (8, 60, 110))
 _PILLOW_ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
 # the built-in font has one weight: bold text is drawn twice, this many pixels apart
 _BOLD_OFFSET = 0.6
@@ -58,7 +54,6 @@ def draw_class_boxes(
     bounds: tuple[int, int],
     *,
     are_parts: bool = True,
-    fields: bool = False,
     min_letters: int = MIN_LETTERS,
 ) -> Image.Image:
     """Return the photograph, scaled to fit `bounds`, with the boxes of one class drawn at that size.
@@ -72,10 +67,7 @@ def draw_class_boxes(
     drawn = enlarge(photograph, bounds)
     slots = sorted(view.slots, key=lambda slot: slot.slot)
     emphases = emphasize([slot.value if are_parts else None for slot in slots])
-    boxes = [
-        SlotBox(slot.slot, slot.box, slot.field if fields else None, emphasis)
-        for slot, emphasis in zip(slots, emphases, strict=True)
-    ]
+    boxes = [SlotBox(slot.slot, slot.box, emphasis) for slot, emphasis in zip(slots, emphases, strict=True)]
     draw_boxes(drawn, boxes, (drawn.width / size[0], drawn.height / size[1]), min_letters=SCALE * min_letters)
     return drawn
 
@@ -105,21 +97,6 @@ def locate_cell(box: Box, field: Box, size: tuple[int, int]) -> Rectangle:
     across, down = size[0] / (field[2] - field[0]), size[1] / (field[3] - field[1])
     x, y = round((box[0] - field[0]) * across), round((box[1] - field[1]) * down)
     return x, y, max(3, round((box[2] - box[0]) * across)), max(3, round((box[3] - box[1]) * down))
-
-
-def draw_attention_map(attention: NDArray[np.float32], maximum: float, size: tuple[int, int]) -> Image.Image:
-    """Return an attention map with one rectangle per cell, from pale (0) to dark (`maximum`), not smoothed.
-
-    Args:
-        attention: float32 [H, W].
-        maximum: value of the darkest colour, positive.
-        size: (width, height) of the result in pixels.
-    """
-    share = np.clip(attention.astype(np.float64) / maximum, 0.0, 1.0)
-    stops = np.linspace(0.0, 1.0, len(_COLOR_STOPS))
-    colors = np.asarray(_COLOR_STOPS, dtype=np.float64)
-    rgb = np.stack([np.interp(share, stops, colors[:, channel]) for channel in range(3)], axis=-1)
-    return Image.fromarray(np.round(rgb).astype(np.uint8)).resize(size, Image.Resampling.NEAREST)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from opal_deploy.records.names import hide_folders
@@ -25,10 +23,8 @@ from opal_deploy.visualization.sheet.drawing import (
     Shape,
     Text,
     cut_context,
-    draw_attention_map,
     draw_class_boxes,
     enlarge,
-    fit_size,
     locate_cell,
 )
 from opal_deploy.visualization.style import (
@@ -61,7 +57,7 @@ _INNER: Final = _RIGHT - _LEFT
 # largest size of the photograph with each class's boxes, and right end of the bars of cosines
 _PHOTOGRAPHS: Final = ((_INNER, 520), (_INNER, 330))
 _COSINE_END: Final = 300
-# a slot's row: number, patch, gap after each bitmap, value after the bar; its height for few slots, and for many
+# a slot's row: number, patch, gap after the patch, value after the bar; its height for few slots, and for many
 _SWATCH, _PATCH, _GAP, _VALUE = 42, 110, 14, 62
 _TALL, _LOW = 96, 62
 # smallest cell outline with a white line inside it
@@ -70,20 +66,17 @@ _MIN_WHITE: Final = 8
 _ACROSS, _EXEMPLAR_HEIGHT = 3, 120
 
 
-def layout_sheet(
-    content: SheetContent, photograph: Image.Image, exemplars: Exemplars | None = None, *, fields: bool = False
-) -> Drawing:
+def layout_sheet(content: SheetContent, photograph: Image.Image, exemplars: Exemplars | None = None) -> Drawing:
     """Return the drawing of one sheet.
 
     Args:
         photograph: the whole oriented image, RGB, or its `to_display`.
-        fields: draw effective receptive fields on the photographs.
 
     Raises:
         ValueError: the photograph has another size than the content.
     """
     check_display(photograph, (content.width, content.height))
-    page = _Page(content, photograph, fields=fields)
+    page = _Page(content, photograph)
     page.add_answer()
     for index in range(len(content.views)):
         page.add_class(index)
@@ -96,13 +89,11 @@ def layout_sheet(
 class _Page:
     """The parts of a sheet, from the top; the next one starts at `y`."""
 
-    def __init__(self, content: SheetContent, photograph: Image.Image, *, fields: bool) -> None:
-        self.content, self.photograph, self.fields = content, photograph, fields
+    def __init__(self, content: SheetContent, photograph: Image.Image) -> None:
+        self.content, self.photograph = content, photograph
         self.size = content.width, content.height
         self.y = _LEFT
         self.shapes: list[Shape] = []
-        maps = [slot.attention for view in content.views for slot in view.slots if slot.attention is not None]
-        self.max_attention = max(float(np.max(attention)) for attention in maps) or 1.0 if maps else None
 
     def to_drawing(self) -> Drawing:
         """Return everything added so far as a drawing."""
@@ -135,7 +126,7 @@ class _Page:
         self._notes()
 
     def add_class(self, index: int) -> None:
-        """Add the photograph with the boxes of one class, and a row per slot with patch, map and bar."""
+        """Add the photograph with the boxes of one class, and a row per slot with patch and bar."""
         content = self.content
         view, bounds = content.views[index], _PHOTOGRAPHS[index]
         self.y += 14
@@ -143,9 +134,8 @@ class _Page:
         self._text(_LEFT, self.y + 42, fit_line(view.name, BODY, _INNER))
         self.y += 54
         drawn = draw_class_boxes(
-            self.photograph, self.size, view, bounds, are_parts=content.meaning == "cosine", fields=self.fields,
-            min_letters=SMALL,
-        )  # fmt: skip
+            self.photograph, self.size, view, bounds, are_parts=content.meaning == "cosine", min_letters=SMALL
+        )
         size = self._bitmap(_LEFT, self.y, drawn, f"the image with the evidence boxes for {view.name}")
         self._view_frame(_LEFT, self.y, size)
         self.y += size[1]
@@ -167,11 +157,8 @@ class _Page:
 
     def add_explanations(self) -> None:
         """Add sentences on how to read the sheet."""
-        for sentence in self.content.explain_figures(fields=self.fields):
+        for sentence in self.content.explain_figures():
             self._paragraph(sentence, size=SMALL, color=FAINT, lines=5)
-        if self.max_attention is not None:
-            note = f"Attention maps show the whole crop, from 0 (pale) to {format_number(self.max_attention)} (dark)."
-            self._paragraph(note, size=SMALL, color=FAINT, lines=2)
 
     def add_exemplars(self, exemplars: Exemplars) -> None:
         """Add "this looks like that": per slot of the predicted class its patch, then patches of other images."""
@@ -313,16 +300,12 @@ class _Page:
         self.shapes.append(Rect(x + x0 + 1, y + y0 + 1, x1 - x0 - 2, y1 - y0 - 2, edge=WHITE))
 
     def _slot(self, slot: SlotView, tall: int) -> None:
-        wide = _PATCH if slot.attention is None else _PATCH // 2
         middle = self.y + tall // 2
         self._swatch(slot.slot, _LEFT, middle - 15)
         x = _LEFT + _SWATCH
-        patch = cut_context(self.photograph, self.size, slot.box, slot.field, (wide, tall))
+        patch = cut_context(self.photograph, self.size, slot.box, slot.field, (_PATCH, tall))
         self._framed_patch(x, middle - patch.height // (2 * SCALE), patch, slot)
-        x += wide + _GAP
-        if slot.attention is not None:
-            self._attention_map(slot, slot.attention, x, tall, wide)
-            x += wide + _GAP
+        x += _PATCH + _GAP
         place, end = slot.cell_text, _RIGHT - _VALUE
         if slot.name:
             name = fit_line(slot.name, SMALL, _RIGHT - x - measure_text(f", {place}", SMALL))
@@ -332,17 +315,3 @@ class _Page:
         start, stop = round(slot.start * (end - x)), round(slot.stop * (end - x))
         self.shapes.append(Rect(x + start, middle + 2, stop - start, 18, slot_color(slot.slot), INK))
         self._text(_RIGHT, middle + 17, format_number(slot.value), anchor="end")
-
-    def _attention_map(self, slot: SlotView, attention: NDArray[np.float32], x: int, tall: int, wide: int) -> None:
-        x0, y0, x1, y1 = self.content.crop
-        rows, cols = attention.shape
-        width, height = fit_size((max(x1 - x0, 1), max(y1 - y0, 1)), (wide, tall))
-        width, height = max(width, cols), max(height, rows)
-        left, top = x + wide - width, self.y + (tall - height) // 2
-        alt = f"attention map of slot {slot.slot}, highest in row {slot.cell[0]}, column {slot.cell[1]}"
-        drawn = draw_attention_map(attention, self.max_attention or 1.0, (width * SCALE, height * SCALE))
-        self._bitmap(left, top, drawn, alt)
-        self.shapes.append(Rect(left - 1, top - 1, width + 2, height + 2, edge=RULE))
-        row, col = slot.cell
-        box = (float(col), float(row), col + 1.0, row + 1.0)
-        self._cell_outline(left, top, (width, height), box, (0.0, 0.0, float(cols), float(rows)), slot.slot)

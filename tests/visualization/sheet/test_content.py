@@ -30,7 +30,7 @@ def outputs(m, seed=0, classes=3):
     attention = generator.dirichlet(concentration, size=(1, 49)).transpose(0, 2, 1).astype(np.float32)
     scores, cells = attention.max(axis=2), attention.argmax(axis=2).astype(np.int32)
     logits = -np.sqrt(2 - 2 * cosines(scores, ClassMap.blocks(scores.shape[1] // m, m), 1e-8)).astype(np.float32)
-    return Outputs(logits, cells, scores, attention.reshape(1, -1, *GRID))
+    return Outputs(logits, cells, scores)
 
 
 def content(m=5, *, seed=0, distance="l2", **how):
@@ -68,7 +68,6 @@ def test_the_runner_up_is_the_second_logit_and_its_evidence_is_what_the_outputs_
             assert slot.score == given.scores[0, channel]
             assert slot.contribution == pytest.approx(z[channel] / math.sqrt(5), abs=1e-12)
             assert slot.box == (100.0 * col, 50.0 * row, 100.0 * col + 100, 50.0 * row + 50)
-            assert (slot.attention == given.attention[0, channel]).all()
 
 
 def test_slots_stand_in_the_order_of_their_strength_on_one_scale_for_both_classes():
@@ -126,5 +125,4 @@ def test_the_document_for_programs_has_names_and_no_maps():
     document = found.to_dict()
     slots = document["predicted"]["slots"]
     assert {slot["slot"]: slot["name"] for slot in slots} == {0: None, 1: "beak", 2: None}
-    assert "attention" not in slots[0]
     assert document["margin"] == found.margin

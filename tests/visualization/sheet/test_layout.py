@@ -22,7 +22,6 @@ from opal_deploy.visualization.sheet.drawing import (
     Bitmap,
     Rect,
     Text,
-    draw_attention_map,
     encode_png,
     encode_svg,
     enlarge,
@@ -49,15 +48,14 @@ def photograph(size):
 
 
 def content(
-    m=5, size=(700, 490), labels=("ash", "birch"), *, heatmap=False, crop=None, distance="l2", field=None, dropped=(),
-    **options,
+    m=5, size=(700, 490), labels=("ash", "birch"), *, crop=None, distance="l2", field=None, dropped=(), **options
 ):  # fmt: skip
     channels = m * len(labels)
     attention = np.random.default_rng(m).dirichlet(np.full(channels, 0.1), size=49).T[None].astype(np.float32)
     class_map = ClassMap.blocks(len(labels), m, dropped)
     scores, cells = attention.max(axis=2) * class_map.kept_prototypes, attention.argmax(axis=2).astype(np.int32)
     logits = -np.sqrt(2 - 2 * cosines(scores, class_map, 1e-8)).astype(np.float32)
-    outputs = Outputs(logits, cells, scores, attention.reshape(1, channels, *GRID) if heatmap else None)
+    outputs = Outputs(logits, cells, scores)
     metadata = Metadata(
         labels,
         m,
@@ -82,19 +80,18 @@ def exemplars(m, count=4):
 
 CASES = {
     "five slots": (content(), None),
-    "heat maps": (content(heatmap=True), None),
     "one slot": (content(1), exemplars(1)),
-    "ten slots": (content(10, heatmap=True), exemplars(10)),
+    "ten slots": (content(10), exemplars(10)),
     "slots of one class dropped": (content(dropped=(0, 2, 3)), exemplars(5)),
-    "slots of the other class dropped": (content(dropped=(5, 6), heatmap=True), None),
+    "slots of the other class dropped": (content(dropped=(5, 6)), None),
     "no image in the atlas": (content(3), exemplars(3, 0)),
     "tall": (content(size=(70, 700)), exemplars(5)),
-    "wide": (content(size=(1400, 70), heatmap=True), exemplars(5)),
+    "wide": (content(size=(1400, 70)), exemplars(5)),
     "cropped": (content(crop=(100, 50, 600, 400)), None),
     "abstained": (content(decision=Decision(min_margin=0.99)), None),
     "label of no class": (content(label=LONG), None),
     "fields": (content(10, field=96, crop=(100, 50, 600, 400)), exemplars(10)),
-    "long names": (content(labels=(LONG, LONG[::-1]), image=LONG * 5, heatmap=True), exemplars(5)),
+    "long names": (content(labels=(LONG, LONG[::-1]), image=LONG * 5), exemplars(5)),
     "no name": (content(labels=(" ", ""), image=None), None),
     "one class": (content(labels=("only",)), None),
     "no contributions": (content(distance="linf"), None),
@@ -142,7 +139,7 @@ def test_only_a_wrong_answer_has_its_notes_in_the_colour_of_an_alert(label, alar
 
 
 def test_a_file_is_the_same_every_time_and_the_png_has_size_and_description():
-    page, again = (draw(content(heatmap=True), exemplars(5)) for _ in range(2))
+    page, again = (draw(content(), exemplars(5)) for _ in range(2))
     assert encode_png(page) == encode_png(again)
     assert encode_svg(page) == encode_svg(again)
     opened = Image.open(io.BytesIO(encode_png(page)))
@@ -226,14 +223,6 @@ def test_the_svg_is_well_formed_whatever_things_are_called(name):
 def test_an_image_of_another_size_is_refused():
     with pytest.raises(ValueError, match="its record says"):
         layout_sheet(content(), photograph((10, 10)))
-
-
-def test_the_darkest_cell_of_an_attention_map_is_its_highest():
-    attention = np.zeros((7, 7), np.float32)
-    attention[2, 5] = 0.5
-    drawn = np.asarray(draw_attention_map(attention, 0.5, (70, 70)).convert("L"))
-    assert (drawn[20:30, 50:60] == drawn.min()).all()
-    assert drawn[0, 0] == drawn.max()
 
 
 def test_a_patch_stays_in_the_image_and_is_at_least_a_pixel_and_few_pixels_are_shown_as_squares():
