@@ -8,10 +8,10 @@ import pytest
 
 from opal_deploy import timing
 from opal_deploy.predict.prepare import InferenceOptions
-from opal_deploy.run.drawing import ReportOptions
 from opal_deploy.run.setup import RunOptions
 from opal_deploy.sources.image import InputImage
 from opal_deploy.timing import NO_OP_TIMER, StageTimer, StageTimes
+from opal_deploy.visualization.report import ReportOptions
 from tests.bright import BrightSession, save, write_run
 
 

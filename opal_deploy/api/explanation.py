@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from PIL import Image
 
 from opal_deploy.artifact.files import atomic_write
-from opal_deploy.errors import ImageError, UsageError, suggest_attribute
+from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.options import StrPath
 from opal_deploy.predict.prepare import InferenceOptions, read_file
 from opal_deploy.preprocess.decode import MAX_PIXELS, Source, decode
@@ -28,7 +28,8 @@ from opal_deploy.sources.image import InputImage
 
 if TYPE_CHECKING:
     from opal_deploy.api.model import Model
-    from opal_deploy.run.drawing import ReportOptions, Thumbnails
+    from opal_deploy.run.drawing import Thumbnails
+    from opal_deploy.visualization.report import ReportOptions
 
 # width of an overlay in a notebook, pixels
 _WIDTH = 420
@@ -117,12 +118,6 @@ class Explanation(dict[str, Any]):
     def boxes(self) -> list[tuple[float, float, float, float]]:
         """The slots' boxes (x0, y0, x1, y1) in pixels of the whole image; raises as `answered`."""
         return [slot.box for slot in self.slots]
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            known = {"save": "save_overlay(path) or save_sheet(path)", "show": "overlay().show()"}
-            raise AttributeError(f"an Explanation has no {name!r}{suggest_attribute(name, known)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain dictionaries and lists."""
@@ -224,12 +219,6 @@ class Explanations(list[Explanation]):
         # without the slice's type a report could not be saved
         return Explanations(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            known = {"to_df": "to_pandas()", "save": "save_report(folder)"}
-            raise AttributeError(f"Explanations have no {name!r}{suggest_attribute(name, known)}")
-
     def to_coco(self) -> dict[str, Any]:
         """Return `opal_deploy.to_coco` of the records."""
         from opal_deploy.records.tables import to_coco
@@ -280,7 +269,8 @@ class Explanations(list[Explanation]):
         return out / REPORT
 
     def _report_options(self) -> ReportOptions:
-        from opal_deploy.run.drawing import ReportOptions, list_evidence, report_facts, report_title
+        from opal_deploy.run.drawing import list_evidence, report_facts, report_title
+        from opal_deploy.visualization.report import ReportOptions
 
         model = next((record._origin.model for record in self if record._origin is not None), None)
         if model is None:

@@ -15,12 +15,9 @@ import numpy as np
 from PIL import Image
 
 from opal_deploy.api.explanation import Explanation, Explanations, Origin
-from opal_deploy.artifact.drops import SlotName, check_drops, parse_slots
 from opal_deploy.artifact.files import compute_sha256
-from opal_deploy.artifact.heads import drop_slots
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.errors import ImageError, UsageError, suggest_attribute, suggest_names
+from opal_deploy.errors import ImageError, UsageError, suggest_names
 from opal_deploy.logs import ProgressChoice, WarningLine, as_progress, log_line, show_progress
 from opal_deploy.options import RuntimeName
 from opal_deploy.predict.executor import predict_stream
@@ -33,7 +30,7 @@ from opal_deploy.records.names import source_name
 from opal_deploy.records.record import Failed
 from opal_deploy.runtime.devices import default_batch
 from opal_deploy.runtime.select import open_sessions
-from opal_deploy.runtime.session import ImageBatch, Session
+from opal_deploy.runtime.session import Session
 from opal_deploy.sources.image import InputImage
 
 if TYPE_CHECKING:
@@ -50,7 +47,6 @@ class Model:
         description: engine, device, threads and precision, in one line.
         sha256, path: hex digest and path of the model file; None for a model without a file.
         sessions: run the model, one per device.
-        whole, left_out: the file, and the slots that `without` left out of it.
     """
 
     def __init__(self, sessions: Sequence[Session], sha256: str | None = None, path: Path | None = None) -> None:
@@ -60,7 +56,6 @@ class Model:
         self.sessions = list(sessions)
         self._cautioned: set[bool] = set()
         self.sha256, self.path = sha256, path
-        self.whole, self.left_out = path, tuple[SlotName, ...]()
         self.metadata: Metadata = sessions[0].metadata
         self.description: str = sessions[0].description
 
@@ -76,40 +71,8 @@ class Model:
             UsageError: the model has no file.
         """
         if self.path is None:
-            advice = "write it with opal_deploy.edit_model(model, out=PATH), and give that path"
-            raise UsageError(f"this model has no file; {advice if self.whole else 'load one with opal_deploy.load'}")
+            raise UsageError("this model has no file; load one with opal_deploy.load")
         return str(self.path)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            known = {"classes": "names", "explain": "predict"}
-            raise AttributeError(f"a Model has no {name!r}{suggest_attribute(name, known)}")
-
-        def __call__(self, *_: object, **__: object) -> Any:
-            raise TypeError(
-                "a Model is not a function; use model.predict(images), or ModelApp(model) as an application"
-            )
-
-    def without(self, *slots: SlotName) -> Model:
-        """Return this model without some slots, to try what `edit` would do; nothing is recomputed or written.
-
-        Answers are exact: a dropped slot changes no other score. The result has no file, and no thresholds by rates,
-        since it has no validation figures. `edit_model(model, out=...)` writes it.
-
-        Args:
-            slots: `CLASS/SLOT`, such as `Gull/2`, or (class, number); the number of a prototype that classes share.
-
-        Raises:
-            UsageError: a slot does not exist or is already dropped, or a class would have none left.
-        """
-        channels = parse_slots(slots, self.metadata, "without")
-        check_drops(channels, self.metadata)
-        if self.metadata.top_k is not None or "scores" not in self.metadata.outputs:
-            raise UsageError("without: the model's outputs are not all classes and scores; load the file it came from")
-        reduced = Model([_Reduced(session, channels) for session in self.sessions])
-        reduced.whole, reduced.left_out = self.whole, (*self.left_out, *slots)
-        return reduced
 
     @overload
     def predict(  # type: ignore[overload-overlap]  # a str is a sequence of str, and means one path
@@ -346,20 +309,6 @@ class Model:
     def __repr__(self) -> str:
         metadata = self.metadata
         return f"<opal_deploy.Model {metadata.backbone}, {metadata.num_classes} classes, {self.description}>"
-
-
-class _Reduced:
-    """A session that answers as if some slots were dropped."""
-
-    def __init__(self, session: Session, channels: Sequence[int]) -> None:
-        metadata = session.metadata
-        self.metadata = metadata.with_dropped({*metadata.dropped, *channels})
-        self.device, self.description = session.device, f"{session.description}, slots left out"
-        self._session = session
-
-    def run(self, images: ImageBatch) -> Outputs:
-        """See `Session.run`."""
-        return drop_slots(self._session.run(images), self.metadata)
 
 
 def _list_sources(images: Any) -> list[Source | Tensor]:

@@ -24,7 +24,6 @@ from opal_deploy.bench.timing import Progress, Run
 from opal_deploy.errors import UsageError
 from opal_deploy.predict.prepare import InferenceOptions, prepare
 from opal_deploy.preprocess.decode import Decoding
-from opal_deploy.run.drawing import ReportOptions
 from opal_deploy.run.infer import write_records, write_tables_and_report
 from opal_deploy.run.options import Interrupt
 from opal_deploy.run.setup import RunOptions
@@ -33,6 +32,7 @@ from opal_deploy.runtime.devices import default_workers
 from opal_deploy.runtime.session import ImageBatch, Session, pinned
 from opal_deploy.sources.image import InputImage
 from opal_deploy.timing import STAGES, StageTimer, WaitReason
+from opal_deploy.visualization.report import ReportOptions
 
 INFER, EXPLAIN = "infer", "infer_explain"
 TIMED = (

@@ -118,8 +118,8 @@ def edit_model(model: StrPath | Model, options: EditOptions) -> EditResult:
     so that the effect on images is known without running the edited model. Does what `opal-deploy edit` does.
 
     Args:
-        model: a checkpoint, or an exported ONNX file with all outputs; or what `Model.without` returned, to drop the
-            same slots. Slots to drop are texts such as "Gull/2", or pairs such as ("Gull", 2).
+        model: a checkpoint, or an exported ONNX file with all outputs. Slots to drop are texts such as "Gull/2", or
+            pairs such as ("Gull", 2).
 
     Raises:
         ArtifactError: the model is missing or damaged.
@@ -127,14 +127,7 @@ def edit_model(model: StrPath | Model, options: EditOptions) -> EditResult:
         UsageError: a class or slot does not exist, options or files do not fit together, or a file is in the way.
         VerificationError: the edited graph does not reproduce the closed form; nothing is written.
     """
-    # not at the top: `opal-deploy --help` loads no numpy
-    from opal_deploy.api.model import Model
-
-    drops = [*map(write_slot, options.drop)]
-    if isinstance(model, Model) and model.whole is not None:
-        drops += [slot for slot in map(write_slot, model.left_out) if slot not in drops]
-        model = model.whole
-    path, options = Path(model), replace(options, drop=tuple(drops))
+    path, options = Path(model), replace(options, drop=tuple(map(write_slot, options.drop)))
     kind, metadata = _read_model(path)
     drop = parse_slots(options.drop, metadata, "--drop")
     check_drops(drop, metadata)

@@ -11,7 +11,6 @@ forward pass can be filled up to one size (`InferenceOptions.fixed_batch`).
 
 from __future__ import annotations
 
-import gc
 import itertools
 import queue
 import threading
@@ -418,14 +417,3 @@ def until_error(items: Iterable[T], errors: list[OpalError]) -> Iterator[T]:
         yield from items
     except OpalError as error:
         errors.append(error)
-
-
-@contextmanager
-def fewer_collections() -> Iterator[None]:
-    """Let the garbage collector look through the records less often: they are freed without it."""
-    thresholds = gc.get_threshold()
-    gc.set_threshold(20_000)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)

@@ -19,7 +19,7 @@ from typing import Literal, Self, TypeAlias, cast
 from msgspec import structs
 from PIL import Image
 
-from opal_deploy.artifact.measurements import EffectiveField, list_evaluation
+from opal_deploy.artifact.measurements import list_evaluation
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ImageError, StoppedEarly, UsageError
 from opal_deploy.logs import one_line
@@ -47,6 +47,7 @@ from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg, show_ph
 from opal_deploy.visualization.report import (
     EMBED_LIMIT,
     Fact,
+    ReportOptions,
     ReportWriter,
     Thumbnail,
     choose_image_mode,
@@ -300,25 +301,6 @@ class Drawer:
         raise AssertionError("unreachable")
 
 
-@dataclass(frozen=True)
-class ReportOptions:
-    """The content of report.html.
-
-    Attributes:
-        facts: (name, value) pairs about the run, below the head of the page.
-        evidence: (name, value) pairs of what was measured of the model's evidence.
-        field: the model's effective receptive field, shown on demand; None if it is unknown.
-        title: the page's title.
-        class_names: the labels that the model knows; None: all.
-    """
-
-    facts: tuple[Fact, ...] = ()
-    evidence: tuple[Fact, ...] = ()
-    field: EffectiveField | None = None
-    title: str = "Explanations"
-    class_names: frozenset[str] | None = None
-
-
 def report_title(inputs: Sequence[str], model: Path) -> str:
     """Return the title of a report: the first input and the model, without the folders that they lie in."""
     more = f" and {len(inputs) - 1} more" if len(inputs) > 1 else ""
@@ -365,16 +347,8 @@ def open_report(
         StoppedEarly: the disk is full; the records are safe.
     """
     numbers = itertools.count()
-    with _writing_report(), ReportWriter(
-        out / REPORT,
-        title=options.title,
-        facts=options.facts,
-        image_mode=choose_image_mode(images),
-        evidence=options.evidence,
-        field=options.field,
-        class_names=options.class_names,
-        folder=folder,
-    ) as writer:  # fmt: skip
+    image_mode = choose_image_mode(images)
+    with _writing_report(), ReportWriter(out / REPORT, options, image_mode=image_mode, folder=folder) as writer:
 
         def add(record: Record) -> None:
             overlay = (thumbnails or {}).get(next(numbers))

@@ -23,7 +23,7 @@ from dataclasses import replace
 from opal_deploy.errors import ImageError, StoppedEarly
 from opal_deploy.logs import as_progress
 from opal_deploy.options import StrPath
-from opal_deploy.predict.executor import fewer_collections, open_decoders, predict_batches
+from opal_deploy.predict.executor import open_decoders, predict_batches
 from opal_deploy.predict.setup import LoadedModel
 from opal_deploy.records.record import Record
 from opal_deploy.records.run_files import RESULTS
@@ -67,7 +67,7 @@ def infer(
             summary.accuracy = Accuracy(frozenset(setup.model.metadata.class_names))
         directory.write_config()
         try:
-            with interrupt.running(), fewer_collections():
+            with interrupt.running():
                 _run(setup, directory, summary, timer, interrupt, recovery)
             document = setup.write_summary(directory, summary.end(timer, started))
             setup.upload(directory)

@@ -29,7 +29,6 @@ from opal_deploy.records.tables import TABLES, Format, check_formats, write_tabl
 from opal_deploy.remote import check_output, is_url, redact, remove_folder, upload_folder
 from opal_deploy.run.directory import IMAGES, InferenceRun, RunDirectory, read_records
 from opal_deploy.run.drawing import (
-    ReportOptions,
     SheetBuilder,
     SheetOptions,
     check_exact_evidence,
@@ -46,6 +45,7 @@ from opal_deploy.sources import discovery
 from opal_deploy.sources.annotations import Crops, Labels, annotate, read_boxes, read_labels
 from opal_deploy.sources.image import InputImage, Skipped, is_image_name
 from opal_deploy.sources.video import NO_VIDEOS, Sampling, VideoOptions, require_pyav
+from opal_deploy.visualization.report import ReportOptions
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ annotations, table = answers.to_coco(), answers.to_pandas()
 report = answers[:2].save_report(out / "report")
 refused = model.predict(paths[0], min_margin=0.99, unknown="5%").status
 one = asyncio.run(asyncio.to_thread(model.predict, paths[0].read_bytes()))
-what_if = model.without(f"{label}/0")
-edited = opal_deploy.edit_model(what_if, out=out / "edited.onnx").path
-other = [each.label for each in what_if.stream(images)]
+edited = opal_deploy.edit_model(model, drop=[f"{label}/0"], out=out / "edited.onnx").path
+other = [each.label for each in model.stream(images)]
 checked = opal_deploy.verify(model)
 facts: str = str(opal_deploy.inspect(model))
 changes = opal_deploy.diff(model, edited or "", images=paths)

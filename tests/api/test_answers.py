@@ -42,27 +42,6 @@ def test_an_answer_has_typed_attributes_and_pictures(model, paths):
     assert len(answers[:2].to_coco()["images"]) == 2
 
 
-def test_a_model_without_slots_answers_as_the_edited_file(model, exact_model, paths, tmp_path):
-    label = model.names[0]
-    reduced = model.without(f"{label}/0", (model.names[1], 1))
-    edited = tmp_path / "edited.onnx"
-    opal_deploy.edit_model(exact_model, drop=[f"{label}/0", (model.names[1], 1)], out=edited, log=lambda _: None)
-    expected = opal_deploy.load(edited, device="cpu", threads=1).predict(paths)
-    for found, other in zip(reduced.predict(paths), expected, strict=True):
-        assert (found.label, found.probability) == (other.label, other.probability)
-        assert [slot.slot for slot in found.slots] == [slot.slot for slot in other.slots]
-        np.testing.assert_allclose([slot.contribution for slot in found.slots],
-                                   [slot.contribution for slot in other.slots], atol=1e-5)  # fmt: skip
-    assert model.predict(paths[0]) == opal_deploy.load(exact_model, device="cpu", threads=1).predict(paths[0])
-    with pytest.raises(UsageError, match="is dropped already"):
-        reduced.without(f"{label}/0")
-    saved = tmp_path / "saved.onnx"
-    opal_deploy.edit_model(reduced, out=saved, log=lambda _: None)
-    assert opal_deploy.load(saved, device="cpu", threads=1).metadata.dropped == reduced.metadata.dropped
-    with pytest.raises(UsageError, match=r"write it with opal_deploy\.edit_model\(model, out=PATH\)"):
-        opal_deploy.verify(reduced)
-
-
 def test_a_function_that_takes_a_path_takes_the_model(model, exact_model, paths):
     assert opal_deploy.verify(model).passed
     assert opal_deploy.inspect(model).document == opal_deploy.inspect(exact_model).document
@@ -91,21 +70,6 @@ def test_a_stream_refuses_at_once_and_reports_what_it_did(model, paths):
     seen = []
     list(model.stream(paths, progress=lambda done, total, note: seen.append((done, total))))
     assert seen == [(number, None) for number in range(1, len(paths) + 1)]
-
-
-@pytest.mark.parametrize(
-    ("ask", "says"),
-    [
-        (lambda model, answer: model.classes, "use names"),
-        (lambda model, answer: answer.show, "use overlay"),
-        (lambda model, answer: answer.colour, "has no 'colour'$"),
-    ],
-)
-def test_a_wrong_word_names_the_right_one(model, paths, ask, says):
-    with pytest.raises(AttributeError, match=says):
-        ask(model, model.predict(paths[0]))
-    with pytest.raises(TypeError, match=r"model.predict\(images\)"):
-        model(paths[0])
 
 
 @pytest.mark.parametrize("several", ["", "*.png"])
@@ -142,14 +106,13 @@ def test_what_people_try_from_habit_names_what_to_use(exact_model, make_pictures
     answers = model.predict([path])
     guesses = [
         (AttributeError, "use load", lambda: opal_deploy.load_model),
-        (AttributeError, "use to_pandas", lambda: answers.to_df),
         (TypeError, "batch_size", lambda: model.predict(path, batch_size=2)),
         (TypeError, "'epoch'", lambda: opal_deploy.train_model("x", epoch=1)),
         (TypeError, r"opal_deploy.load\(path\)", lambda: opal_deploy.Model(exact_model)),
         (TypeError, r"opal_deploy.load\(path\)", lambda: opal_deploy.ModelApp(exact_model)),
         (UsageError, "BytesIO found; expected paths, bytes", lambda: model.predict(io.BytesIO())),
         (UsageError, "type object found; expected paths, bytes", lambda: model.predict([object()])),
-        (UsageError, r"expected 'CLASS/SLOT'", lambda: model.without([0])),
+        (UsageError, r"expected 'CLASS/SLOT'", lambda: opal_deploy.edit_model(model, drop=[[0]], out="e.onnx")),
         (UsageError, r"expected a \.jpg file", lambda: answers[0].save_overlay(tmp_path / "o.png")),
         (UsageError, r"use model\.stream", lambda: model.predict([tmp_path / "in"])),
         (UsageError, "nothing to do", lambda: opal_deploy.edit_model(model, out=tmp_path / "same.onnx")),

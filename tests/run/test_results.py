@@ -19,10 +19,10 @@ from opal_deploy.records.lines import to_document, to_json_line
 from opal_deploy.records.names import unescape_name
 from opal_deploy.run import directory
 from opal_deploy.run.directory import RecordWriter, ResumePoint, load_resume_point
-from opal_deploy.run.drawing import ReportOptions
 from opal_deploy.run.setup import RunOptions
 from opal_deploy.sources.discovery import discover
 from opal_deploy.sources.image import InputImage, Skipped
+from opal_deploy.visualization.report import ReportOptions
 from tests.bright import BrightSession, read_results, save, write_run
 
 

@@ -10,7 +10,7 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.build import ImageInfo, build_records
 from opal_deploy.records.decision import Decision
-from opal_deploy.visualization.report import ReportWriter
+from opal_deploy.visualization.report import ReportOptions, ReportWriter
 from tests.browser import CHROMIUM
 
 GRID = (5, 5)
@@ -53,9 +53,9 @@ def answer_without_evidence(make_record):
 def write_report(tmp_path):
     """Writes `report.html` of (record, image) pairs, or of records alone."""
 
-    def write(entries, summary=(), **options):
+    def write(entries, summary=(), *, image_mode="embed", **options):
         path = tmp_path / "report.html"
-        with ReportWriter(path, **{"title": "Run", "facts": [], **options}) as report:
+        with ReportWriter(path, ReportOptions(**options), image_mode=image_mode) as report:
             for entry in entries:
                 report.add(*(entry if isinstance(entry, tuple) else (entry, None)))
             report.close(summary)

@@ -12,6 +12,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TextIO, cast
 
@@ -40,6 +41,25 @@ _IMAGE_SOURCES = {"embed": "data:", "files": "'self' file:"}
 Fact = tuple[str, str]
 
 
+@dataclass(frozen=True)
+class ReportOptions:
+    """The content of report.html.
+
+    Attributes:
+        facts: (name, value) pairs about the run, below the head of the page.
+        evidence: (name, value) pairs of what was measured of the model's evidence.
+        field: the model's effective receptive field, shown around cells on demand; None if it is unknown.
+        title: the page's title.
+        class_names: the labels that the model knows, for the accuracy; None: all.
+    """
+
+    facts: tuple[Fact, ...] = ()
+    evidence: tuple[Fact, ...] = ()
+    field: EffectiveField | None = None
+    title: str = "Explanations"
+    class_names: frozenset[str] | None = None
+
+
 def choose_image_mode(count: int) -> ImageMode:
     """Return where a report of `count` images keeps them: embedded up to 200 images, else as files next to the page."""
     return "embed" if count <= EMBED_LIMIT else "files"
@@ -53,13 +73,9 @@ class ReportWriter:
 
     Args:
         path: the report's file; its folder must exist. A hidden file next to it, `.<name>.*.part`, is used to write it.
-        facts: (name, value) pairs about the run: model, runtime, versions, ...
-        limit: largest number of images, and of failures, that are shown; all are counted.
-        field: the effective receptive field, which the page shows around cells on demand; None: not shown.
+        options: the content.
         image_mode: `embed` puts thumbnails into the page; `files` shows the overlays that records name.
-        evidence: (name, value) pairs of what was measured of the model's evidence.
         folder: prefix to leave out of images' names, see `find_common_folder`.
-        class_names: the labels that the model knows, for the accuracy; None: all.
 
     Raises:
         OSError: the folder is missing or cannot be written; from `add` and `close`, the disk may be full.
@@ -68,23 +84,13 @@ class ReportWriter:
     def __init__(
         self,
         path: str | os.PathLike[str],
+        options: ReportOptions,
         *,
-        title: str,
-        facts: Sequence[Fact],
-        limit: int = REPORT_LIMIT,
         image_mode: ImageMode = "embed",
-        field: EffectiveField | None = None,
-        evidence: Sequence[Fact] = (),
         folder: str = "",
-        class_names: frozenset[str] | None = None,
     ) -> None:
-        self._path = Path(path)
-        self._title, self._facts, self._limit, self._image_mode = title, list(facts), limit, image_mode
-        self._evidence, self._folder = evidence, folder
-        if folder:
-            self._facts.append(("Image names", "relative to their common folder; results.jsonl has full paths"))
-        self._field = field
-        self._tables = Tables(limit, class_names)
+        self._path, self._options, self._image_mode, self._folder = Path(path), options, image_mode, folder
+        self._tables = Tables(REPORT_LIMIT, options.class_names)
         self._labels: dict[str, int] = {}
         self._cards = self._failed_cards = 0
         self._meanings: set[str] = set()
@@ -107,7 +113,7 @@ class ReportWriter:
     @property
     def full(self) -> bool:
         """Whether further images are only counted, so that they need no overlays."""
-        return self._cards >= self._limit
+        return self._cards >= self._tables.limit
 
     @property
     def embeds_images(self) -> bool:
@@ -126,10 +132,10 @@ class ReportWriter:
         number = self._tables.statuses.total()
         self._tables.count(record)
         failed = isinstance(record, Failed)
-        if (self._failed_cards if failed else self._cards) >= self._limit:
+        if (self._failed_cards if failed else self._cards) >= self._tables.limit:
             return
         drawn = not isinstance(overlay, Thumbnail) or self._image_mode == "files"
-        details = describe_card(record, self._label_index, self._field, drawn=drawn)
+        details = describe_card(record, self._label_index, self._options.field, drawn=drawn)
         self._index.append(to_json(index_row(record, number, self._label_index)))
         self._block.append(details)
         if len(self._block) == _BLOCK:
@@ -151,7 +157,7 @@ class ReportWriter:
             if self._block:
                 self._write_block()
             script = read_evidence_script() + read_asset(__package__, "script.js")
-            page = self._render([*self._facts, *summary], script)
+            page = self._render([*self._options.facts, *summary], script)
             config = {
                 "labels": [escape_unprintable(label) for label in self._labels], "no_evidence": NO_EVIDENCE,
                 "image_mode": self._image_mode, "block": _BLOCK, "page": PAGE_SIZE,
@@ -184,21 +190,23 @@ class ReportWriter:
 
     def _render(self, facts: Sequence[Fact], script: str) -> str:
         """Return the page but for its data and its script."""
+        if self._folder:
+            facts = [*facts, ("Image names", "relative to their common folder; results.jsonl has full paths")]
         return render_page(
             __package__,
             "report",
             script=script,
             images=_IMAGE_SOURCES[self._image_mode],
-            title=escape_unprintable(self._title),
+            title=escape_unprintable(self._options.title),
             facts=_escape_facts(facts),
-            evidence=_escape_facts(self._evidence),
+            evidence=_escape_facts(self._options.evidence),
             tables=self._tables,
             confusion=self._tables.confusion(),
             cards=self._cards,
             failed_cards=self._failed_cards,
             meanings_shown=self._meanings,
             glossary=GLOSSARY,
-            fields=self._field is not None,
+            fields=self._options.field is not None,
             modes=("boxes", "patches only") if self._image_mode == "files" else ("boxes", "no boxes", "patches only"),
         )
 

@@ -8,7 +8,7 @@ from playwright.sync_api import expect
 from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.records.build import error_record
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
-from opal_deploy.visualization.report import ReportWriter, make_thumbnail
+from opal_deploy.visualization.report import ReportOptions, ReportWriter, make_thumbnail
 from tests.browser import find_violations, needs_axe
 
 SIZE = (300, 200)
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.browser
 def report(tmp_path_factory, make_record):
     """60 images of two classes with labels, three of them wrong; margins fall; 2 failures."""
     path = tmp_path_factory.mktemp("report") / "report.html"
-    with ReportWriter(path, title="Run", facts=[("Model", "m.onnx")]) as writer:
+    with ReportWriter(path, ReportOptions((("Model", "m.onnx"),), title="Run")) as writer:
         for i in range(60):
             labels = ("Auklet", "Albatross") if i % 2 else ("Albatross", "Auklet")
             record = make_record(SIZE, image=f"birds/{i:02}.jpg", labels=labels)
@@ -52,7 +52,7 @@ def report(tmp_path_factory, make_record):
 
 def test_receptive_fields_are_shown_on_demand_on_cards_and_in_the_dialog(open_page, make_record, tmp_path):
     path, record = tmp_path / "report.html", make_record((300, 400), [(2, 2), (2, 2), (0, 0)])
-    with ReportWriter(path, title="Run", facts=[], field=EffectiveField(2, 0.5, (5, 5))) as writer:
+    with ReportWriter(path, ReportOptions(field=EffectiveField(2, 0.5, (5, 5)))) as writer:
         writer.add(record, Image.new("RGB", (300, 400)))
     page = open_page(path)
     first = page.locator("#cards .field").first

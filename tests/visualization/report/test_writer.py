@@ -12,7 +12,7 @@ from PIL import Image
 from opal_deploy.records.build import error_record
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
 from opal_deploy.visualization.pages import to_json
-from opal_deploy.visualization.report import ReportWriter, choose_image_mode, make_thumbnail
+from opal_deploy.visualization.report import ReportOptions, ReportWriter, choose_image_mode, make_thumbnail, writer
 
 HOSTILE = "<script>alert(1)</script>\"'&\n\udcff</title><img src=x onerror=alert(2)>.jpg"
 SIZE = (200, 200)
@@ -85,9 +85,12 @@ def read_data(page, name):
     return json.loads(re.search(f'<script type="application/json" id="{name}">(.*?)</script>', page, re.S)[1])
 
 
-def test_only_the_first_images_and_the_most_frequent_classes_are_shown_and_the_page_says_so(tmp_path, make_record):
+def test_only_the_first_images_and_the_most_frequent_classes_are_shown_and_the_page_says_so(
+    tmp_path, make_record, monkeypatch
+):
+    monkeypatch.setattr(writer, "REPORT_LIMIT", 2)
     fullness = []
-    with ReportWriter(tmp_path / "report.html", title="Run", facts=[], limit=2) as report:
+    with ReportWriter(tmp_path / "report.html", ReportOptions()) as report:
         for i in range(1500):
             fullness.append(report.full)
             record = make_record(SIZE, image=f"{i:04}.jpg")
@@ -120,9 +123,10 @@ def measure_growth(report, entries):
     return grown
 
 
-def test_memory_does_not_grow_with_the_run(tmp_path, make_record):
+def test_memory_does_not_grow_with_the_run(tmp_path, make_record, monkeypatch):
+    monkeypatch.setattr(writer, "REPORT_LIMIT", 10)
     pair = [(make_record(SIZE), None), (error_record("x.jpg", "truncated_image", "y" * 10_000), None)]
-    with ReportWriter(tmp_path / "report.html", title="Run", facts=[], limit=10) as report:
+    with ReportWriter(tmp_path / "report.html", ReportOptions()) as report:
         measure_growth(report, pair * 20)
         assert measure_growth(report, pair * 5000) < 50_000
 
@@ -130,7 +134,7 @@ def test_memory_does_not_grow_with_the_run(tmp_path, make_record):
 def test_cards_wait_on_disk_not_in_memory(tmp_path, make_record):
     record = make_record((480, 480))
     thumbnail = make_thumbnail(Image.effect_noise((480, 480), 90).convert("RGB"), record)
-    with ReportWriter(tmp_path / "report.html", title="Run", facts=[]) as report:
+    with ReportWriter(tmp_path / "report.html", ReportOptions()) as report:
         report.add(record, thumbnail)
         entries = ((replace(record, margin=i / 1000), thumbnail) for i in range(100))
         assert measure_growth(report, entries) < 400_000
@@ -181,9 +185,10 @@ def test_a_class_that_is_never_predicted_is_said_first_and_has_its_column(write,
     assert "Accuracy: 1 of 3, including abstentions; of the 2 answered, 1 correct." in text
 
 
-def test_many_classes_have_a_list_of_confusions(write, make_record):
+def test_many_classes_have_a_list_of_confusions(write, make_record, monkeypatch):
+    monkeypatch.setattr(writer, "REPORT_LIMIT", 0)
     records = [replace(make_record(SIZE, labels=(f"kind {i}", "z")), label=f"kind {i + 1}") for i in [*range(100), 42]]
-    page = write(records, limit=0)
+    page = write(records)
     assert 'class="matrix"' not in page
     rows = re.findall(r'data-label="([^"]+)" data-class="([^"]+)">(\d+)<', page)
     assert rows[0] == ("kind 43", "kind 42", "2")
@@ -213,7 +218,7 @@ def test_an_exception_leaves_nothing_and_the_earlier_report_alone(tmp_path, make
 
 
 def test_a_report_appears_when_it_is_closed_and_takes_no_more(tmp_path, make_record):
-    report = ReportWriter(tmp_path / "report.html", title="Run", facts=[])
+    report = ReportWriter(tmp_path / "report.html", ReportOptions())
     report.add(make_record(SIZE), None)
     assert not (tmp_path / "report.html").exists()
     report.close()
