@@ -112,10 +112,7 @@ def _run(
         launch = run_here
         if setup.options.ray is not None:
             from opal_deploy.run.ray_tasks import run_on_ray as launch
-        run = ShardedRun(
-            setup.inputs.images, setup.options, setup.model, options.out, setup.config, setup.upload_to, run_shard,
-            interrupt, report, setup.devices,
-        )  # fmt: skip
+        run = ShardedRun(setup, run_shard, interrupt, report, setup.devices)
         try:
             setup.runtime = run_shards(launch, run, timer)
         finally:

@@ -35,13 +35,13 @@ _RETRIES = 5
 
 def run_on_ray(run: ShardedRun) -> None:
     """Run the shards on a cluster, and set their number if the call does not; see `run_shards`."""
-    with _connect(str(run.options.ray)) as ray:
+    options, path = run.setup.options, run.setup.model.path
+    with _connect(str(options.ray)) as ray:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        gpus, run.cpus, places = choose_size(nodes, run.options.ray_cpus)
-        run.devices = ("cuda" if gpus else "cpu",) * (run.options.shards or places)
+        gpus, run.cpus, places = choose_size(nodes, options.ray_cpus)
+        run.devices = ("cuda" if gpus else "cpu",) * (options.shards or places)
         size = f"a GPU and {run.cpus} CPUs" if gpus else f"{run.cpus} CPUs"
-        run.options.log(f"Ray {ray.__version__}: {len(run.devices)} shards, each with {size}; {places} fit at a time")
-        path = run.model.path
+        options.log(f"Ray {ray.__version__}: {len(run.devices)} shards, each with {size}; {places} fit at a time")
         files = [path, *([sidecar_path(path)] if model_kind(path) == "engine" else [])]
         model = ray.put({file.name: file.read_bytes() for file in files})
         task = ray.remote(_run_task).options(

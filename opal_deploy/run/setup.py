@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.errors import OpalError
+from opal_deploy.errors import OpalError, UsageError
 from opal_deploy.logs import Log
 from opal_deploy.options import StrPath, to_arguments
 from opal_deploy.predict.prepare import InferenceOptions, raise_pillow_limit
@@ -38,9 +38,8 @@ from opal_deploy.run.drawing import (
     report_title,
 )
 from opal_deploy.run.options import InferOptions
-from opal_deploy.run.shards import parse_shard, part_url, plan_shards, shard_dir
 from opal_deploy.run.summary import Summary
-from opal_deploy.runtime.devices import default_batch, default_workers
+from opal_deploy.runtime.devices import default_batch, default_workers, split_devices
 from opal_deploy.sources import discovery
 from opal_deploy.sources.annotations import Crops, Labels, annotate, read_boxes, read_labels
 from opal_deploy.sources.image import InputImage, Skipped, is_image_name
@@ -326,6 +325,59 @@ def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, opti
     # raises if there is no image
     all_images = inputs.find_images()
     return RunSetup(options, inputs, loaded, run, signer, upload_to, command, devices, runtime, all_images)
+
+
+def plan_shards(images: Sequence[str], options: InferOptions, *, model_is_open: bool) -> tuple[str, ...] | None:
+    """Return the device of each shard of a call; None if this process classifies all images.
+
+    There is none yet on a cluster, whose size is not known.
+
+    Raises:
+        UsageError: options contradict each other, or an open model.
+    """
+    if options.ray is None and options.ray_cpus is not None:
+        raise UsageError("--ray-cpus without --ray: it is the size of a shard there; give --ray auto or HOST:PORT")
+    if options.ray is not None and options.device != "auto":
+        raise UsageError(
+            f"--device {options.device} with --ray: every shard has one GPU, or with --ray-cpus N that many CPUs; "
+            "leave out --device"
+        )
+    asked = options.ray is not None or (options.shards or 1) > 1
+    if options.shard is not None and (asked or options.sign is not None):
+        raise UsageError(
+            f"--shard {options.shard} runs one shard; --shards, --ray and --sign belong to the call that joins them"
+        )
+    if discovery.STDIN in images and (asked or options.shard is not None):
+        raise UsageError("-: every shard reads the list; write it to a file, and give @FILE")
+    if asked and model_is_open:
+        raise UsageError("model: other processes open it; give the path of the model file")
+    if options.ray is not None:
+        return ()
+    devices = split_devices(options.device)
+    alone = options.shard is not None or model_is_open or discovery.STDIN in images
+    count = 1 if alone else options.shards or len(devices)
+    if count == 1:
+        return None
+    # GPUs in turn: of more processes than GPUs, several share one
+    return tuple(devices[number % len(devices)] for number in range(count))
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """Parse `i/n`, i from 1 to n; raise UsageError for anything else."""
+    parts = text.split("/")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts) or not 1 <= int(parts[0]) <= int(parts[1]):
+        raise UsageError(f"shard {text!r}: expected i/n with i from 1 to n, such as 1/4")
+    return int(parts[0]), int(parts[1])
+
+
+def shard_dir(out: Path, index: int, count: int) -> Path:
+    """Return the run directory of a shard of the run in `out`."""
+    return out / SHARDS / f"{index}-of-{count}"
+
+
+def part_url(url: str, folder: Path) -> str:
+    """Return the URL of a shard in the run at `url`."""
+    return f"{url.rstrip('/')}/{SHARDS}/{folder.name}"
 
 
 def _parse_out(options: InferOptions) -> tuple[Path, str | None]:

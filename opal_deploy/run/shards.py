@@ -22,17 +22,16 @@ from typing import Any
 from msgspec import structs
 
 from opal_deploy.artifact.files import read_json
-from opal_deploy.errors import StoppedEarly, UsageError
+from opal_deploy.errors import StoppedEarly
 from opal_deploy.logs import Log
-from opal_deploy.predict.setup import LoadedModel
 from opal_deploy.records.record import Answered, Record
-from opal_deploy.records.run_files import OVERLAYS, RESULTS, SHARDS, SHEETS, SUMMARY, overlay_name, sheet_name
+from opal_deploy.records.run_files import OVERLAYS, RESULTS, SHEETS, SUMMARY, overlay_name, sheet_name
 from opal_deploy.remote import download_folder
-from opal_deploy.run.directory import RecordWriter, RunConfig, inspect_run_dir, read_records
+from opal_deploy.run.directory import RecordWriter, inspect_run_dir, read_records
 from opal_deploy.run.options import InferOptions, Interrupt
+from opal_deploy.run.setup import RunSetup, part_url, shard_dir
 from opal_deploy.run.summary import Summary
-from opal_deploy.runtime.devices import available_cpus, default_workers, split_devices
-from opal_deploy.sources.discovery import STDIN
+from opal_deploy.runtime.devices import available_cpus, default_workers
 from opal_deploy.timing import StageTime, StageTimer, StageTimes
 from opal_deploy.worker_pool import WorkerCrashed, WorkerPool
 
@@ -74,33 +73,12 @@ class ShardJob:
         return f"shard {self.options.shard}"
 
 
-def parse_shard(text: str) -> tuple[int, int]:
-    """Parse `i/n`, i from 1 to n; raise UsageError for anything else."""
-    parts = text.split("/")
-    if len(parts) != 2 or not all(part.isdecimal() for part in parts) or not 1 <= int(parts[0]) <= int(parts[1]):
-        raise UsageError(f"shard {text!r}: expected i/n with i from 1 to n, such as 1/4")
-    return int(parts[0]), int(parts[1])
-
-
-def shard_dir(out: Path, index: int, count: int) -> Path:
-    """Return the run directory of a shard of the run in `out`."""
-    return out / SHARDS / f"{index}-of-{count}"
-
-
-def part_url(url: str, folder: Path) -> str:
-    """Return the URL of a shard in the run at `url`."""
-    return f"{url.rstrip('/')}/{SHARDS}/{folder.name}"
-
-
 @dataclass
 class ShardedRun:
     """A run whose shards other processes run.
 
     Attributes:
-        images, options: of the call.
-        model: the model, which the shards open.
-        out, config: the run directory, and the configuration of the run.
-        upload_to: URL of the run; where nodes share no storage, each uploads its shards there.
+        setup: of the whole call; `upload_to` is where nodes without shared storage upload their shards.
         run_shard: runs a shard in its process, and returns whether it is complete; False: it was interrupted.
         interrupt: stops the shards gracefully on request.
         report: receives the number of records so far.
@@ -109,12 +87,7 @@ class ShardedRun:
         crashes: processes that ended.
     """
 
-    images: list[str]
-    options: InferOptions
-    model: LoadedModel
-    out: Path
-    config: RunConfig
-    upload_to: str | None
+    setup: RunSetup
     run_shard: Callable[[ShardJob, Recovery], bool]
     interrupt: Interrupt
     report: Callable[[int], None]
@@ -126,7 +99,7 @@ class ShardedRun:
     def folders(self) -> list[Path]:
         """The run directories of the shards, in order."""
         count = len(self.devices)
-        return [shard_dir(self.out, index, count) for index in range(1, count + 1)]
+        return [shard_dir(self.setup.run.out, index, count) for index in range(1, count + 1)]
 
     def summarize(self) -> dict[str, int]:
         """Return the entry of summary.json."""
@@ -134,25 +107,26 @@ class ShardedRun:
 
     def find_missing(self) -> list[ShardJob]:
         """Return the shards that are not complete; raise UsageError if one is of another run."""
-        options, count, missing = self.options, len(self.devices), []
+        setup, count, missing = self.setup, len(self.devices), []
+        options, config, upload_to = setup.options, setup.config, setup.upload_to
         for index, (device, folder) in enumerate(zip(self.devices, self.folders, strict=True), 1):
-            if self.upload_to is not None and not folder.exists():
+            if upload_to is not None and not folder.exists():
                 # it may have been run elsewhere
-                download_folder(part_url(self.upload_to, folder), folder)
-            shard_config = {**self.config, "shard": f"{index}/{count}"}
+                download_folder(part_url(upload_to, folder), folder)
+            shard_config = {**config, "shard": f"{index}/{count}"}
             shard_config.pop("sign", None)
             if inspect_run_dir(folder, shard_config).state == "finished":
                 continue
             shard_options = replace(
                 options,
-                out=self.out.absolute() if options.ray is None or self.upload_to is None else self.upload_to,
+                out=setup.run.out.absolute() if options.ray is None or upload_to is None else upload_to,
                 shard=f"{index}/{count}", shards=None, ray=None, ray_cpus=None, device=device,
                 threads=max(1, options.threads // count) if options.threads else self.cpus,
                 workers=max(1, options.workers // count) if options.workers else default_workers(self.cpus),
-                expect_sha256=self.model.fingerprint["sha256"], sign=None, formats=(), overwrite=False,
+                expect_sha256=setup.model.fingerprint["sha256"], sign=None, formats=(), overwrite=False,
                 log=_ignore, progress=None, interrupt=None,
             )  # fmt: skip
-            missing.append(ShardJob(self.images, self.model.path.resolve(), shard_options, folder))
+            missing.append(ShardJob(setup.inputs.images, setup.model.path.resolve(), shard_options, folder))
         return missing
 
 
@@ -179,41 +153,6 @@ class RecordCounter:
         return self._records
 
 
-def plan_shards(images: Sequence[str], options: InferOptions, *, model_is_open: bool) -> tuple[str, ...] | None:
-    """Return the device of each shard of a call; None if this process classifies all images.
-
-    There is none yet on a cluster, whose size is not known.
-
-    Raises:
-        UsageError: options contradict each other, or an open model.
-    """
-    if options.ray is None and options.ray_cpus is not None:
-        raise UsageError("--ray-cpus without --ray: it is the size of a shard there; give --ray auto or HOST:PORT")
-    if options.ray is not None and options.device != "auto":
-        raise UsageError(
-            f"--device {options.device} with --ray: every shard has one GPU, or with --ray-cpus N that many CPUs; "
-            "leave out --device"
-        )
-    asked = options.ray is not None or (options.shards or 1) > 1
-    if options.shard is not None and (asked or options.sign is not None):
-        raise UsageError(
-            f"--shard {options.shard} runs one shard; --shards, --ray and --sign belong to the call that joins them"
-        )
-    if STDIN in images and (asked or options.shard is not None):
-        raise UsageError("-: every shard reads the list; write it to a file, and give @FILE")
-    if asked and model_is_open:
-        raise UsageError("model: other processes open it; give the path of the model file")
-    if options.ray is not None:
-        return ()
-    devices = split_devices(options.device)
-    alone = options.shard is not None or model_is_open or STDIN in images
-    count = 1 if alone else options.shards or len(devices)
-    if count == 1:
-        return None
-    # GPUs in turn: of more processes than GPUs, several share one
-    return tuple(devices[number % len(devices)] for number in range(count))
-
-
 def run_shards(launch: Callable[[ShardedRun], None], run: ShardedRun, timer: StageTimer) -> str:
     """Run all shards that are not complete, and return their runtimes and devices in one line.
 
@@ -226,7 +165,7 @@ def run_shards(launch: Callable[[ShardedRun], None], run: ShardedRun, timer: Sta
         StoppedEarly, UsageError: a shard raised it, and the others were stopped.
     """
     launch(run)
-    if run.upload_to is not None and not run.interrupt.stopped:
+    if run.setup.upload_to is not None and not run.interrupt.stopped:
         # downloads those that a cluster's nodes uploaded
         run.find_missing()
     runtimes: dict[str, None] = {}
@@ -242,7 +181,8 @@ def run_shards(launch: Callable[[ShardedRun], None], run: ShardedRun, timer: Sta
 def run_here(run: ShardedRun) -> None:
     """Run the shards that are not complete as processes of this machine; see `run_shards`."""
     run.cpus = max(1, available_cpus() // len(run.devices))
-    run.options.log(f"{len(run.devices)} shards, each with {run.cpus} of {available_cpus()} CPUs")
+    log = run.setup.options.log
+    log(f"{len(run.devices)} shards, each with {run.cpus} of {available_cpus()} CPUs")
     jobs = run.find_missing()
     if not jobs:
         return
@@ -250,7 +190,7 @@ def run_here(run: ShardedRun) -> None:
 
     def supervise(job: ShardJob) -> bool:
         try:
-            return supervise_shard(job, pool, run.run_shard, stopping, run.options.log, run)
+            return supervise_shard(job, pool, run.run_shard, stopping, log, run)
         except BaseException:
             stopping.set()
             raise
@@ -337,20 +277,21 @@ def join_shards(run: ShardedRun, summary: Summary, sign: Callable[[Record], Reco
         StoppedEarly: the disk is full, or too many images failed.
     """
     numbered = enumerate((shard, record) for shard in run.folders for record in read_records(shard / RESULTS))
-    with RecordWriter(run.out / RESULTS) as writer:
+    out = run.setup.run.out
+    with RecordWriter(out / RESULTS) as writer:
         records: list[Record] = []
         for number, (shard, record) in numbered:
             if run.interrupt.requested:
                 run.interrupt.stopped = True
                 return
-            record = _move_record(record, number, shard, run.out)
+            record = _move_record(record, number, shard, out)
             records.append(record if sign is None else sign(record))
             summary.count(records[-1])
             if len(records) == _JOINED:
                 writer.write(*records)
                 records = []
         writer.write(*records)
-    summary.check_errors(run.options.max_errors)
+    summary.check_errors(run.setup.options.max_errors)
 
 
 def _move_record(record: Record, number: int, shard: Path, out: Path) -> Record:

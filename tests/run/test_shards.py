@@ -9,7 +9,7 @@ import pytest
 
 from opal_deploy.errors import UsageError
 from opal_deploy.run.options import InferOptions
-from opal_deploy.run.shards import plan_shards
+from opal_deploy.run.setup import plan_shards
 from tests.builders import build_checkpoint, export_onnx
 from tests.cli.calls import check, read_results
 from tests.runs import KILLER, SLOWER, Infer, make_killer
