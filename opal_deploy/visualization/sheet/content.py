@@ -16,7 +16,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.records.build import ImageInfo, build_records, class_evidence
 from opal_deploy.records.decision import NO_DECISION, Decision
-from opal_deploy.records.names import SlotNames, hide_folders
+from opal_deploy.records.names import SlotNames
 from opal_deploy.records.record import Answer, Slot, Status, describe_status
 from opal_deploy.visualization.overlay import bar_ends, describe_boxes
 from opal_deploy.visualization.sentences import describe_answer, headline
@@ -153,11 +153,6 @@ class SheetContent:
         return headline(self.status, self.predicted.name)
 
     @property
-    def title(self) -> str:
-        """The sheet's title."""
-        return f"{self.predicted.label}: evidence in {hide_folders(self.image) or 'an image'}"
-
-    @property
     def verdict(self) -> tuple[str, str]:
         """`correct`, `wrong` or nothing, and a few words on the image's label; both empty without a label."""
         if self.label is None:
@@ -211,22 +206,6 @@ class SheetContent:
             slots = self.predicted.slots
             sentences += filter(None, [describe_boxes([each.slot for each in slots], [each.value for each in slots])])
         return sentences
-
-    def describe(self) -> str:
-        """Return everything that the sheet says, in one paragraph."""
-        first = f"Predicted {self.describe_answer()}, {self.predicted.match}"
-        if self.runner_up is not None:
-            first += (
-                f", margin {format_number(self.margin)} over the runner-up {self.runner_up.label}, "
-                f"{self.runner_up.match}"
-            )
-        parts = [f"{first}.", *self.sentences, *self.cautions(), self.predicted.describe_places()]
-        for view in self.views:
-            slots = "; ".join(f"slot {slot.slot}, {slot.place}: {format_number(slot.value)}" for slot in view.slots)
-            total = self.label_sum(view)
-            end = f"; {total} {format_number(view.total)}" if total else ""
-            parts.append(f"{view.label}, {HEADINGS[self.meaning]}: {slots}{end}.")
-        return " ".join([*parts, *self.explain_figures()])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content for JSON, without bars; `label` and `correct` only with a label."""

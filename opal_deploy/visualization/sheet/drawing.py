@@ -12,7 +12,6 @@ from typing import Literal, TypeAlias
 from xml.sax.saxutils import escape, quoteattr
 
 from PIL import Image, ImageDraw
-from PIL.PngImagePlugin import PngInfo
 
 from opal_deploy.visualization.boxes import MIN_LETTERS, SlotBox, draw_boxes, emphasize
 from opal_deploy.visualization.overlay import crop_box, embed_jpeg
@@ -149,8 +148,6 @@ class Drawing:
 
     width: int
     height: int
-    title: str
-    description: str
     shapes: tuple[Shape, ...]
 
 
@@ -175,12 +172,9 @@ def render_png(drawing: Drawing) -> Image.Image:
 
 
 def encode_png(drawing: Drawing) -> bytes:
-    """Return the drawing as a PNG file with its title and description; equal drawings give equal bytes."""
-    about = PngInfo()
-    about.add_itxt("Title", drawing.title)
-    about.add_itxt("Description", drawing.description)
+    """Return the drawing as a PNG file; equal drawings give equal bytes."""
     buffer = io.BytesIO()
-    render_png(drawing).save(buffer, "PNG", pnginfo=about)
+    render_png(drawing).save(buffer, "PNG")
     return buffer.getvalue()
 
 

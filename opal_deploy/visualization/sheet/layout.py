@@ -97,8 +97,7 @@ class _Page:
 
     def to_drawing(self) -> Drawing:
         """Return everything added so far as a drawing."""
-        content = self.content
-        return Drawing(_WIDTH, self.y + _LEFT, content.title, content.describe(), tuple(self.shapes))
+        return Drawing(_WIDTH, self.y + _LEFT, tuple(self.shapes))
 
     def add_answer(self) -> None:
         """Add the predicted label, the image's label and name, both cosines, the margin and notes."""

@@ -138,13 +138,12 @@ def test_only_a_wrong_answer_has_its_notes_in_the_colour_of_an_alert(label, alar
     assert {note.color == ALERT for note in notes} == {alarming}
 
 
-def test_a_file_is_the_same_every_time_and_the_png_has_size_and_description():
+def test_a_file_is_the_same_every_time_and_the_png_has_its_size():
     page, again = (draw(content(), exemplars(5)) for _ in range(2))
     assert encode_png(page) == encode_png(again)
     assert encode_svg(page) == encode_svg(again)
     opened = Image.open(io.BytesIO(encode_png(page)))
     assert opened.size == (2 * page.width, 2 * page.height)
-    assert opened.info["Description"] == page.description
 
 
 def test_each_slots_patch_is_its_cell_of_the_photograph_in_the_slots_colour():
@@ -169,7 +168,7 @@ def test_with_a_known_field_each_patch_shows_it_with_the_cell_outlined_in_the_sl
         left = patch.x + round(100 * scale * min(slot.cell[1], 1))
         outlines = [each for each in page.shapes if isinstance(each, Rect) and each.edge == slot_color(slot.slot)]
         assert any((each.x, each.width) == (left - 1, round(100 * scale) + 2) for each in outlines)
-    assert "effective receptive field" in page.description
+    assert "effective receptive field" in " ".join(texts_of(page))
 
 
 def test_bars_are_as_long_as_their_values_on_both_sides():
@@ -195,14 +194,12 @@ def test_sums_margin_and_names_stand_on_the_sheet_but_not_where_its_image_lies()
     shown = content(names={(content().predicted.class_id, 2): "beak"}, image="/home/ann/birds/1.jpg")
     page = draw(shown)
     texts = texts_of(page)
-    assert page.title.endswith(": evidence in 1.jpg")
     assert "1.jpg" in texts
     assert not any("home" in text for text in texts)
     assert texts.count("sum = cosine") == 2
     assert f"{shown.predicted.total:.3f}" in texts
     assert f"{shown.margin:.3f}" in texts
     assert any(text.startswith("beak, cell") for text in texts)
-    assert "beak, cell" in page.description
 
 
 @pytest.mark.parametrize("name", [HOSTILE, "]]>", "&amp;", "\x00\x1b[31m", "日本語", ""])
