@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.documents import AtLeastOne, Count, Number, check_document
 from opal_deploy.errors import ArtifactError
-from opal_deploy.statistics import clopper_pearson_bound
 
 # answers with a class from which its slots have quantiles of their own
 MIN_IMAGES = 5
@@ -41,8 +40,6 @@ _MAX_STORED = 1_000
 
 _Quantiles = Annotated[tuple[Number, ...], Meta(min_length=len(LEVELS), max_length=len(LEVELS))]
 _SlotQuantiles = Annotated[tuple[Number, ...], Meta(min_length=len(SLOT_LEVELS), max_length=len(SLOT_LEVELS))]
-# of each side of a 95 % interval
-_INTERVAL = 0.975
 _Share = Annotated[float, Meta(ge=0, le=1)]
 
 
@@ -214,29 +211,14 @@ class Baseline:
         the others with probability k / (n + 1) (Vovk, Gammerman and Shafer, "Algorithmic learning in a random world",
         2005).
         """
-        place = self._find_place(rate)
+        rank = math.ceil((self.images + 1) * (1 - rate) - 1e-9)
+        place = int(np.searchsorted(_stored_ranks(self.images), rank))
         return self.ood_score[place] if place < len(self.ood_score) else None
-
-    def rate_interval(self, rate: float) -> tuple[int, float, float]:
-        """Return how many images exceed `choose_threshold`, and the 95 % interval of the rate for new images.
-
-        Over samples of n exchangeable images, the rate beyond the k-th smallest is distributed as Beta(n + 1 - k, k).
-
-        Args:
-            rate: at least `smallest_rate`.
-        """
-        rank = int(_stored_ranks(self.images)[self._find_place(rate)])
-        low = 1 - clopper_pearson_bound(rank - 1, self.images, _INTERVAL)
-        return self.images - rank, low, clopper_pearson_bound(self.images - rank, self.images, _INTERVAL)
 
     @property
     def smallest_rate(self) -> float:
         """The smallest rate, in tenths of a percent, for which `choose_threshold` returns an OOD score."""
         return math.ceil(1000 / (self.images + 1)) / 1000
-
-    def _find_place(self, rate: float) -> int:
-        rank = math.ceil((self.images + 1) * (1 - rate) - 1e-9)
-        return int(np.searchsorted(_stored_ranks(self.images), rank))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the baseline for JSON, which `from_dict` reads.

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Distance = Literal["l1", "l2", "l3", "linf", "kl", "tropical"]
-# `softmax`: PIP-Net; `distance`: ProtoPNet; `cosine`: ProtoPNet with cosines; see `model.linear_head`
-HeadKind = Literal["opal", "softmax", "distance", "cosine"]
-# of a distance head, from a squared distance d: log((d + 1) / (d + epsilon)), or exp(-sqrt(d + epsilon))
-Similarity = Literal["log", "exp"]
+# `softmax`: PIP-Net; `distance`: ProtoPNet; see `model.linear_head`
+HeadKind = Literal["opal", "softmax", "distance"]
+# of a distance head, from a squared distance d: log((d + 1) / (d + epsilon))
+Similarity = Literal["log"]
 LARGEST = sys.float_info.max
 # finite, unlike JSON's NaN and 1e400
 Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
@@ -61,7 +61,6 @@ class Head(Struct):
         needed = {
             "opal": ("distance", "epsilon"),
             "distance": ("similarity", "epsilon"),
-            "cosine": ("epsilon",),
             "softmax": (),
         }[self.kind]
         if missing := [name for name in needed if getattr(self, name) is None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.errors import UsageError, suggest_names
+from opal_deploy.errors import UsageError
 
 # characters of a slot's name in a message
 _SHOWN = 80
@@ -42,18 +42,13 @@ def parse_slots(slots: Iterable[SlotName], metadata: Metadata, option: str) -> l
         if not slash:
             raise UsageError(f"{origin}: expected CLASS/SLOT, such as {metadata.class_names[0]}/0")
         if label not in metadata.class_names:
-            similar = suggest_names(label, metadata.class_names)
-            raise UsageError(f"{origin}: the model has no class {label[:_SHOWN]!r}; see `opal-deploy inspect`{similar}")
+            raise UsageError(f"{origin}: the model has no class {label[:_SHOWN]!r}; see `opal-deploy inspect`")
         class_id = metadata.class_names.index(label)
         size = int(metadata.class_map.sizes[class_id])
         if not _is_index(number, size):
             raise UsageError(f"{origin}: {label} has no slot {number[:_SHOWN]!r}; expected 0 to {size - 1}")
-        same = [index for index, name in enumerate(metadata.class_names) if name == label]
-        if len(same) > 1:
-            same_slots = [str(metadata.class_map.channel_of(index, int(number))) for index in same]
-            raise UsageError(
-                f"{origin}: {len(same)} classes have that name; give the channel: {' or '.join(same_slots)}"
-            )
+        if metadata.class_names.count(label) > 1:
+            raise UsageError(f"{origin}: several classes have that name; give the slot's channel")
         _append(channels, metadata.class_map.channel_of(class_id, int(number)), origin)
     return channels
 
@@ -78,7 +73,9 @@ def name_slot(channel: int, metadata: Metadata) -> str:
 
 
 def check_drops(drop: Sequence[int], metadata: Metadata) -> None:
-    """Raise UsageError for a slot that is dropped already, or if a class would have none left."""
+    """Raise UsageError for a slot that is dropped already, if a class would have none left, or for another distance."""
+    if metadata.is_opal and metadata.distance != "l2":
+        raise UsageError(f"the model's distance is {metadata.distance}; slots are dropped only from models with l2")
     for channel in drop:
         if channel in metadata.dropped:
             raise UsageError(f"{name_slot(channel, metadata)} is dropped already; leave it out")

@@ -56,9 +56,12 @@ def find_contributions(values: NDArray[Any], class_ids: NDArray[np.integer], met
 
 
 def compute_logits(scores: NDArray[np.float32], class_map: ClassMap, metadata: Metadata) -> DoubleArray:
-    """Return the logits that scores [N, P] have with this map, which need not be the model's: float64 [N, C]."""
+    """Return the logits that scores [N, P] have with this map, which need not be the model's: float64 [N, C].
+
+    Of OPAL's distances only l2, see `drops.check_drops`.
+    """
     if metadata.is_opal:
-        return opal_head.compute_logits(scores, class_map, metadata.distance, metadata.epsilon)
+        return opal_head.compute_logits(scores, class_map, metadata.epsilon)
     return class_map.all_totals(scores.astype(np.float64))
 
 
@@ -85,12 +88,9 @@ def to_distances(scores: NDArray[np.float32], metadata: Metadata) -> DoubleArray
     Near distance 0 a score changes by thousands of times as much as its distance, so that gates compare distances.
     """
     epsilon, values = metadata.epsilon, scores.astype(np.float64)
-    if metadata.head["similarity"] == "log":
-        powers = np.exp(values)
-        distances: DoubleArray = np.maximum((1 - epsilon * powers) / np.maximum(powers - 1, 1e-12), 0.0)
-        return distances
-    roots: DoubleArray = np.log(np.maximum(values, 1e-30))
-    return roots**2
+    powers = np.exp(values)
+    distances: DoubleArray = np.maximum((1 - epsilon * powers) / np.maximum(powers - 1, 1e-12), 0.0)
+    return distances
 
 
 def find_strongest(contributions: Any, kept: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

@@ -231,8 +231,8 @@ class Metadata:
         """Return the head in a few words; `dropped` says how many slots it lacks."""
         if self.is_opal:
             return f"m = {self.prototypes_per_class}{dropped}, distance {self.distance}"
-        found = {"softmax": "channels of a softmax", "distance": f"distances, {self.head.get('similarity')}"}
-        return f"{self.num_prototypes} shared prototypes{dropped} ({found.get(self.head_kind, 'cosines')})"
+        scores = "channels of a softmax" if self.head_kind == "softmax" else f"distances, {self.head['similarity']}"
+        return f"{self.num_prototypes} shared prototypes{dropped} ({scores})"
 
     @property
     def max_top(self) -> int:

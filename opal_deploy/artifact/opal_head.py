@@ -7,9 +7,6 @@ slots (Supp. E.1). `opal_deploy.model` has the same in torch, with the constants
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -86,56 +83,7 @@ def head_constant(class_map: ClassMap, distance: str) -> DoubleArray:
     return np.log(entries + KL_EPSILON) if distance == "kl" else entries
 
 
-def compute_logits(scores: NDArray[np.float32], class_map: ClassMap, distance: str, epsilon: float) -> DoubleArray:
-    """Return the logits, float64 [N, C], that scores [N, K] have with this map (paper, Eq. 4, in closed form)."""
+def compute_logits(scores: NDArray[np.float32], class_map: ClassMap, epsilon: float) -> DoubleArray:
+    """Return the logits of the distance l2, float64 [N, C], that scores [N, K] have with this map (paper, Eq. 4)."""
     z = embedding(scores * class_map.kept_prototypes.astype(np.float32), epsilon)
-    if distance == "l2":
-        return -np.sqrt(np.maximum(2.0 - 2.0 * class_map.all_totals(z), TINY))
-    return -_DISTANCES[distance](z.reshape(len(z), *class_map.weights.shape), class_map)
-
-
-def _l1(z: DoubleArray, class_map: ClassMap) -> DoubleArray:
-    inside: DoubleArray = np.abs(z - class_map.weights).sum(axis=2)
-    return _sum_outside(np.abs(z).sum(axis=2)) + inside
-
-
-def _l3(z: DoubleArray, class_map: ClassMap) -> DoubleArray:
-    inside: DoubleArray = (np.abs(z - class_map.weights) ** 3).sum(axis=2)
-    distances: DoubleArray = np.cbrt(np.maximum(inside + _sum_outside((np.abs(z) ** 3).sum(axis=2)), TINY))
-    return distances
-
-
-def _kl(z: DoubleArray, class_map: ClassMap) -> DoubleArray:
-    entropy: DoubleArray = (z * np.log(z + KL_EPSILON)).sum(axis=(1, 2))[:, None]
-    outside = _sum_outside(z.sum(axis=2)) * math.log(KL_EPSILON)
-    distances: DoubleArray = entropy - (z * head_constant(class_map, "kl")).sum(axis=2) - outside
-    return distances
-
-
-def _linf(z: DoubleArray, class_map: ClassMap) -> DoubleArray:
-    inside: DoubleArray = np.abs(z - class_map.weights).max(axis=2)
-    return np.maximum(_largest_outside(np.abs(z).max(axis=2)), inside)
-
-
-def _tropical(z: DoubleArray, class_map: ClassMap) -> DoubleArray:
-    inside = z - class_map.weights
-    largest: DoubleArray = np.maximum(_largest_outside(z.max(axis=2)), inside.max(axis=2))
-    smallest: DoubleArray = np.minimum(-_largest_outside(-z.min(axis=2)), inside.min(axis=2))
-    return largest - smallest
-
-
-def _sum_outside(by_class: DoubleArray) -> DoubleArray:
-    """Return for each class the sum of [N, C] over the other classes; never negative for non-negative entries."""
-    sums: DoubleArray = np.maximum(by_class.sum(axis=1, keepdims=True) - by_class, 0.0)
-    return sums
-
-
-def _largest_outside(by_class: DoubleArray) -> DoubleArray:
-    """Return for each class the largest of [N, C] among the other classes."""
-    best = np.sort(by_class, axis=1)[:, -2:]
-    return np.where(by_class == best[:, 1:], best[:, :1], best[:, 1:])
-
-
-_DISTANCES: dict[str, Callable[[DoubleArray, ClassMap], DoubleArray]] = {
-    "l1": _l1, "l3": _l3, "kl": _kl, "linf": _linf, "tropical": _tropical,
-}  # fmt: skip
+    return -np.sqrt(np.maximum(2.0 - 2.0 * class_map.all_totals(z), TINY))

@@ -53,7 +53,7 @@ def write_page(
     """
     metadata = data.metadata
     scores = data.scores.values
-    live = metadata.distance == "l2" and scores.size <= _MAX_SCORES
+    live = metadata.is_opal and scores.size <= _MAX_SCORES
     document = {
         "command": shlex.join(command[:3]),
         "rest": shlex.join(command[3:]),

@@ -125,7 +125,7 @@ class Scores:
             class_id: [slot for slot in class_map.channels(class_id).tolist() if among is None or slot in among]
             for class_id in np.flatnonzero(class_map.counts > 1).tolist()
         }
-        if self.metadata.is_opal and self.metadata.distance == "l2":
+        if self.metadata.is_opal:
             # the norm, which all classes share, decides nothing
             cosines = class_map.all_totals(self.values)
             for class_id, channels in tried.items():

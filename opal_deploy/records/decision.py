@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from opal_deploy.records.record import AnswerStatus, Slot
 
 _PANEL = "Thresholds"
-# the rate that the documentation gives to --unknown
-_USUAL_RATE = 0.05
 
 
 class Chosen(NamedTuple):
@@ -123,15 +121,7 @@ def _choose_ood_score(flag: str, path: Path, metadata: Metadata, rate: float) ->
     return Chosen(
         limit,
         f"Unknown above OOD score {limit}: an image like the {baseline.images:,} {baseline.split} images exceeds it "
-        f"with a probability of at most {100 * rate:g}%; {_describe_interval(baseline, rate)}",
-    )
-
-
-def _describe_interval(baseline: Baseline, rate: float) -> str:
-    above, low, high = baseline.rate_interval(rate)
-    return (
-        f"{above} of the {baseline.images:,} exceed it, and {low:.1%} to {high:.1%} of others like them will (95% "
-        "confidence)"
+        f"with a probability of at most {100 * rate:g}%",
     )
 
 
@@ -149,11 +139,7 @@ def describe_supported_rates(risk: Mapping[str, Any], baseline: Baseline | None)
         wrong = f"{round(risk['images'] * risk['error'])} of {risk['images']:,} validation images are wrong"
         yield f"--min-margin takes {rates or 'no error rate'}: {wrong}, and more images allow lower rates"
     if baseline is not None and baseline.ood_score:
-        rate = max(_USUAL_RATE, baseline.smallest_rate)
-        yield (
-            f"--unknown takes rates from {100 * baseline.smallest_rate:g}%: with {100 * rate:g}%, "
-            f"{_describe_interval(baseline, rate)}"
-        )
+        yield f"--unknown takes rates from {100 * baseline.smallest_rate:g}%"
         if not baseline.background:
             yield "Many images of other things pass --unknown; --background FOLDER with some of them helps most"
 

@@ -227,8 +227,7 @@ def logit_slack(exact: Outputs, metadata: Metadata, score: float) -> Any:
 
     Only prototypes whose distance is near 0 count, where the logarithm of a distance head is steep; 0 for other heads.
     """
-    is_steep = metadata.head_kind == "distance" and metadata.head["similarity"] == "log"
-    if exact.scores is None or not is_steep or not np.isfinite(score):
+    if exact.scores is None or metadata.head_kind != "distance" or not np.isfinite(score):
         return np.zeros_like(exact.logits, np.float64)
     distances = to_distances(exact.scores, metadata)
     steep = np.where(distances < _NEAR_ZERO, 1.0 / (distances + metadata.epsilon), 0.0)

@@ -140,7 +140,6 @@ async function unpack({ zlib }, Type) {
 /** A score, or the squared distance that it comes from: near 0 the score's logarithm is too steep to compare. */
 function comparable(score) {
   const { similarity, epsilon } = metadata.head;
-  if (similarity === "exp") return Math.log(Math.max(score, 1e-30)) ** 2;
   return similarity === "log" ? Math.max((1 - epsilon * Math.exp(score)) / Math.max(Math.expm1(score), 1e-12), 0) : score;
 }
 
