@@ -184,9 +184,7 @@ def encode_svg(drawing: Drawing) -> bytes:
     lines = [
         '<?xml version="1.0" encoding="UTF-8"?>',
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" role="img" aria-labelledby="title desc" font-family="{_SVG_FONTS}">',
-        f'<title id="title">{_escape(drawing.title)}</title>',
-        f'<desc id="desc">{_escape(drawing.description)}</desc>',
+        f'viewBox="0 0 {width} {height}" font-family="{_SVG_FONTS}">',
         f'<rect width="{width}" height="{height}" fill="{to_hex(PAPER)}"/>',
     ]
     for shape in drawing.shapes:
