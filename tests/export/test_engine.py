@@ -76,10 +76,6 @@ class TestFiles:
         # NVIDIA's own tools read an engine: no prefix of ours before the builder's mark
         assert {exported.path.read_bytes()[1:4] for exported in result.engines} == {b"trt"}
 
-    def test_another_precision(self, source):
-        build(source, "bf16")
-        assert "ckpt.bf16.sm80.rtx.engine" in names(source.parent)
-
     def test_a_half_precision_file_is_built_as_it_is(self, again):
         half = again.with_name("ckpt.fp16.onnx")
         before = half.read_bytes()

@@ -12,8 +12,6 @@ import yaml
 from PIL import Image
 
 import opal_deploy
-from opal_deploy.artifact import onnx_file
-from opal_deploy.auditing.card import describe_card
 
 
 def test_the_folders_graph_answers_as_opal_deploys_does(opal, exact_model, make_pictures, tmp_path):
@@ -72,12 +70,3 @@ def test_what_does_not_fit_is_refused(opal, exact_model, tmp_path, arguments, me
     assert done.returncode == 2
     assert message in done.stderr
     assert not (tmp_path / "hub").exists()
-
-
-def test_a_card_names_what_was_not_measured(exact_model):
-    card = describe_card(onnx_file.read_metadata(exact_model), exact_model, use="")
-    _, front, text = card.split("---\n", 2)
-    assert yaml.safe_load(front)["pipeline_tag"] == "image-classification"
-    assert "metrics: not recorded in the file" in text
-    assert "unknown whether the boxes show what drives the prediction" in text
-    assert "A box shows where a score was read, not everything" in text

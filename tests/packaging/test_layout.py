@@ -60,9 +60,3 @@ def test_source_files_that_the_pages_name_exist():
     named = {name for page in PAGES for name in re.findall(pattern, page.read_text("utf-8"))}
     assert named
     assert [n for n in sorted(named) if not (ROOT / n).exists() and not (ROOT / "opal_deploy" / n).exists()] == []
-
-
-@pytest.mark.parametrize("page", sorted((ROOT / "docs/howto").glob("*.md")), ids=lambda page: page.stem)
-def test_a_how_to_page_is_short(page):
-    # tables of measurements have pages of their own, docs/reference/measurements-*.md
-    assert len(page.read_text("utf-8").split()) < 900

@@ -1,12 +1,10 @@
 """The wheel: built from the sources alone, installed into an environment of its own, and called."""
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tomllib
-import venv
 import zipfile
 from pathlib import Path
 
@@ -17,8 +15,6 @@ from opal_deploy import __version__
 ROOT = Path(__file__).resolve().parents[2]
 # what .dockerignore lets through, too
 SOURCES = ("LICENSE", "README.md", "pyproject.toml", "opal_deploy")
-IMAGE = "from PIL import Image; Image.new('RGB', (64, 64), 'teal').save('images/a.png')"
-
 pytestmark = [pytest.mark.slow, pytest.mark.network]  # pip fetches setuptools and the dependencies
 
 
@@ -49,16 +45,6 @@ def wheel(tmp_path_factory):
     return built
 
 
-@pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory):
-    """The bin folder of an environment that holds the wheel and its base dependencies."""
-    folder = tmp_path_factory.mktemp("installed")
-    venv.create(folder / "venv", with_pip=True)
-    binaries = folder / "venv" / "bin"
-    run(binaries / "python", "-m", "pip", "install", "--quiet", wheel, cwd=folder)
-    return binaries
-
-
 def test_the_wheel_is_pure_python_of_this_version_and_holds_every_tracked_file_and_nothing_else(wheel):
     assert wheel.name == f"opal_deploy-{__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
@@ -74,24 +60,3 @@ def test_the_wheel_is_pure_python_of_this_version_and_holds_every_tracked_file_a
     assert any(name.endswith("/LICENSE") for name in names)
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert {f"Provides-Extra: {extra}" for extra in declared} <= set(metadata)
-
-
-def test_installing_it_brings_no_runtime_and_no_torch_and_nothing_is_missing(installed, tmp_path):
-    answer = run(installed / "python", "-m", "pip", "list", "--format", "json", cwd=tmp_path)
-    found = {package["name"].lower() for package in json.loads(answer.stdout)}
-    assert "opal-deploy" in found
-    assert not found & {"torch", "torchvision", "onnx", "onnxruntime", "onnxruntime-gpu", "scikit-learn", "matplotlib"}
-    run(installed / "python", "-m", "pip", "check", cwd=tmp_path)
-
-
-@pytest.mark.parametrize(
-    "call", [["doctor", "--json", "--require", "any"], ["infer", "images", "--model", "model.onnx"]], ids=" ".join
-)
-def test_without_a_runtime_a_command_names_the_extra_in_one_line(installed, tmp_path, call):
-    (tmp_path / "images").mkdir()
-    run(installed / "python", "-c", IMAGE, cwd=tmp_path)
-    shutil.copy(ROOT / "opal_deploy/cli/demo/creatures.onnx", tmp_path / "model.onnx")
-    answer = run(installed / "opal-deploy", *call, cwd=tmp_path, check=False)
-    assert answer.returncode == 2
-    assert len(answer.stderr.splitlines()) == 1
-    assert "pip install 'opal-deploy[cpu]'" in answer.stderr

@@ -180,16 +180,6 @@ def test_special_files_and_broken_links_get_one_record_each(tmp_path):
         }
 
 
-def test_what_the_system_refuses_gets_a_record_and_the_others_theirs(tmp_path):
-    good = save(tmp_path / "good.png")
-    # seeking in it is an error
-    (tmp_path / "list.txt").write_text(f"/proc/self/mem\n{good}\n{'x' * 5000}.mp4\n{'x' * 5000}.png\n")
-    listed = list(discover([f"@{tmp_path / 'list.txt'}"], Skipped()))
-    assert [code(r) for r in predict(listed, BrightSession(), batch=4)] == [
-        "unreadable", None, "not_an_image", "unreadable",
-    ]  # fmt: skip
-
-
 def test_files_that_vanish_or_change_during_the_run_get_one_record_each(tmp_path):
     for name in ("0", "1", "2", "3", "vanishing/a", "z/z"):
         save(tmp_path / f"in/{name}.png")
