@@ -81,7 +81,7 @@ $(GPU_STUBS_INSTALLED): $(INSTALLED)
 	@$(BIN)/python -c 'import platform as p, sys; sys.exit((p.system(), p.machine()) != ("Linux", "x86_64"))' || \
 	  { echo "no onnxruntime-gpu for this machine; tests that need it are skipped"; exit 0; }; \
 	$(BIN)/python -m pip --python $(GPU_STUBS_VENV)/bin/python install --quiet --disable-pip-version-check --no-deps \
-	  'onnxruntime-gpu>=1.27,<1.32' 'cuda-bindings>=13,<14' 'cuda-pathfinder>=1.3,<2'
+	  'onnxruntime-gpu>=1.27,<1.32' 'cuda-bindings>=13,<14' 'cuda-pathfinder>=1.3,<2' 'tensorrt-cu13-bindings>=11,<12'
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > "$$($(GPU_STUBS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
 	@touch $@

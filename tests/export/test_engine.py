@@ -3,7 +3,6 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import onnx
 import pytest
@@ -192,12 +191,6 @@ class TestFailures:
         _fail_the_second_build(monkeypatch)
         with pytest.raises(UsageError, match="sm89"):
             build(again, None, "sm80", "sm89", rebuild=True)
-        assert content(again.parent) == before
-
-    def test_what_was_there_stays_after_ctrl_c(self, again):
-        before = content(again.parent)
-        with pytest.raises(KeyboardInterrupt):
-            build(again, rebuild=True, progress=Mock(side_effect=KeyboardInterrupt))
         assert content(again.parent) == before
 
     def test_a_new_folder_for_a_file_that_fails_is_removed(self, source, monkeypatch):

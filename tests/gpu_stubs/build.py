@@ -27,6 +27,16 @@ def build(provider, folder):
         compile_library(folder, library, code, versioned="cuda.so" not in library and "nvidia" not in library)
 
 
+def build_tensorrt(bindings, folder):
+    """Compile the libraries that TensorRT's bindings need to be imported; nothing in them works."""
+    listing = subprocess.check_output(["nm", "-D", "--undefined-only", bindings], text=True)
+    symbols = re.findall(r" U (\w*(?:Infer|Nv|Registry)\w*)$", listing, re.M)
+    code = "".join(f"void *{symbol}() {{ return 0; }}\n" for symbol in symbols)
+    dynamic = subprocess.check_output(["readelf", "-d", bindings], text=True)
+    for library in re.findall(r"\[(libnv[\w.]*)\]", dynamic):
+        compile_library(folder, library, code, versioned=False)
+
+
 def needed_symbols(provider):
     """Return the functions that a library takes from each of CUDA's libraries."""
     dynamic = subprocess.check_output(["readelf", "-d", provider], text=True)

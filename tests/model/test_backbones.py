@@ -12,7 +12,6 @@ from torch import Tensor
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.model import backbones, torchvision_backbones
 from opal_deploy.model.config import PLAIN_CLASSIFIER, NetworkConfig
-from opal_deploy.model.feature_graph import find_unstrided_cut
 from opal_deploy.model.network import OpalNetwork
 
 SMALL = "shufflenet_v2_x0_5"
@@ -111,19 +110,6 @@ def test_all_layers_are_kept_at_a_finer_stride_and_only_the_later_strides_become
 def test_layers_that_cannot_be_kept_are_refused_in_one_line(name, stride, message):
     with pytest.raises(UsageError, match=rf"\A[^\n]*{message}[^\n]*\Z"):
         backbones.build(name, stride=stride, keep_layers=True, device="meta")
-
-
-def test_a_stride_that_is_no_modules_is_refused():
-    class Functional(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = (torch.nn.Conv2d(3, 3, 3, stride, 1) for stride in (16, 1))
-
-        def forward(self, images):
-            return self.second(torch.nn.functional.max_pool2d(self.first(images), 2))
-
-    with torch.device("meta"), pytest.raises(UsageError, match="functional ends at stride 32, not 16"):
-        find_unstrided_cut("functional", Functional(), 16)
 
 
 @pytest.mark.parametrize("name", ["vit_b_16", "alexnet", "inception_v3"])

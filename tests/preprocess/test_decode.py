@@ -147,16 +147,12 @@ WHITE = (255, 255, 255)
 ONE_TWO_THREE = struct.pack(">3H", 1, 2, 3)
 FLOATS = Image.fromarray(np.array([[0, 0.2, 0.499, 1]], np.float32))
 COLOURS = {
-    **{f"floats in [0, 1], {kind}": (encoded(FLOATS, kind), [(v, v, v) for v in (0, 51, 127, 255)])
-       for kind in ("TIFF", "PPM", "SPIDER")},
+    "floats in [0, 1]": (encoded(FLOATS, "TIFF"), [(v, v, v) for v in (0, 51, 127, 255)]),
     "grey": (grey(7, 90), [(7, 7, 7), (90, 90, 90)]),
     "one bit": (encoded(Image.fromarray(np.array([[0, 255]], np.uint8)).convert("1")), [(0, 0, 0), WHITE]),
     "CMYK": (encoded(Image.new("CMYK", (2, 1), (0, 255, 255, 0)), "TIFF"), [(255, 0, 0)] * 2),
     "16-bit grey rounds": (
         png(4, 1, 16, 0, grey16(128, 129, 100 * 257, 65535)), [(0, 0, 0), (1, 1, 1), (100, 100, 100), WHITE],
-    ),
-    "16-bit grey, one value transparent": (
-        png(2, 1, 16, 0, grey16(1000, 2570), tRNS=struct.pack(">H", 1000)), [WHITE, (10, 10, 10)],
     ),
     "16-bit RGB keeps the upper byte": (
         png(2, 1, 16, 2, grey16(65535, 0, 256, 511, 512, 513)), [(255, 0, 1), (1, 2, 2)],
@@ -242,12 +238,10 @@ def test_a_bad_source_has_its_code(source, code):
     assert error_code(source) == code
 
 
-def floats(high, **options):
-    return encoded(Image.fromarray(np.array([[0.25, high]], np.float32)), "TIFF", **options)
+def floats(high):
+    return encoded(Image.fromarray(np.array([[0.25, high]], np.float32)), "TIFF")
 
 
-TIFF_WITH_THREE_FLOATS = encoded(NOISE, "TIFF", tiffinfo={339: (3, 3, 3)})
-BMP_OF_2_BITS = encoded(NOISE, "BMP").replace(struct.pack("<HH", 1, 24), struct.pack("<HH", 1, 2))
 GIF_BOMB = (gif := encoded(NOISE, "GIF"))[:6] + b"\xff\xff\xff\xff" + gif[10:]
 # 16 x 16 pixels of one colour, from libheif and x265
 HEIC = base64.b85decode(
@@ -279,9 +273,6 @@ def test_a_file_with_flipped_bytes_is_an_image_or_an_error(kind):
     ("source", "code", "word"),
     [
         (JPEG[:300], "truncated_image", "JPEG"),
-        (TIFF_WITH_THREE_FLOATS, "unsupported_image", "TIFF"),
-        (BMP_OF_2_BITS, "unsupported_image", "BMP"),
-        (b"\x89HDF\r\n\x1a\n" + bytes(99), "unsupported_image", "HDF5"),
         (GIF_BOMB, "too_many_pixels", "--max-pixels"),
         (b"\xff\x0a" + bytes(99), "unsupported_image", "JPEG XL"),
         (b"\n<!DOCTYPE html><title>404", "not_an_image", "web page"),
@@ -290,8 +281,6 @@ def test_a_file_with_flipped_bytes_is_an_image_or_an_error(kind):
         (b"\0\0\0\x18ftypmp42", "not_an_image", "video"),
         (floats(1.5), "unsupported_image", "from 0.25 to 1.5"),
         (floats(np.nan), "unsupported_image", "NaN"),
-        # also where the file states a range: these tags may hold the image's own minimum and maximum
-        (floats(4, tiffinfo={340: 0.25, 341: 4.0}), "unsupported_image", "from 0.25 to 4"),
     ],
 )
 def test_an_unreadable_file_is_told_what_it_is(source, code, word):

@@ -137,15 +137,6 @@ def test_a_misspelt_input_is_refused_before_anything_begins(tmp_path, monkeypatc
         check_inputs(inputs)
 
 
-def test_folders_are_read_as_they_are_needed(tmp_path, monkeypatch):
-    touch(tmp_path / "in/a/1.jpg", tmp_path / "in/b/2.jpg")
-    listed = []
-    scandir = os.scandir
-    monkeypatch.setattr(os, "scandir", lambda path: listed.append(Path(path).name) or scandir(path))
-    next(discover([str(tmp_path / "in")], Skipped()))
-    assert "b" not in listed
-
-
 def statuses(items):
     """The status of each item's record, or the code of its error."""
     records = predict(items, BrightSession(), batch=4)
