@@ -106,16 +106,6 @@ class TestFiles:
             assert check_engine(result.engines[0].path).metadata.unverified == unverified
 
 
-def test_a_checkpoint_becomes_two_files_and_an_engine_that_is_found_again(tmp_path):
-    source = CheckpointSource(build_checkpoint(seed=8), tmp_path / "ckpt.pt")
-    first, second = build(source), build(source)
-    assert names(tmp_path) == ["ckpt.fp16.onnx", ENGINE, f"{ENGINE}.json", "ckpt.onnx"]
-    reports = [exported.metadata.verification for exported in first.onnx]
-    assert [report["reference"][:7] for report in reports] == ["PyTorch", "PyTorch"]
-    assert "emulated" in reports[1]["candidate"]
-    assert [first.engines[0].reused, second.engines[0].reused] == [False, True]
-
-
 def test_a_gate_that_fails_names_the_image_and_leaves_nothing_at_all(overflowing, tmp_path):
     with pytest.raises(VerificationError, match="worst on creature ") as error:
         build(CheckpointSource(overflowing, tmp_path / "ckpt.pt"))

@@ -78,13 +78,6 @@ class TestFromACheckpoint:
         assert write_onnx(build_checkpoint(name, size=(64, 64)), tmp_path / "c.onnx", "fp16").comparison
 
 
-def test_a_file_that_was_not_verified_says_so_and_carries_its_vectors_all_the_same(fp32, write_onnx, tmp_path):
-    out = tmp_path / "c.fp16.onnx"
-    assert write_onnx(fp32, out, "fp16", verify=False).comparison is None
-    assert onnx_file.read_metadata(out).verification == {"skipped": "exported with --no-verify"}
-    assert verify_test_vectors(OnnxSession(out, device="cpu", threads=2), "c.fp16.onnx")
-
-
 def test_a_checkpoint_that_is_named_like_a_precision_is_refused():
     with pytest.raises(UsageError, match="ends like a precision"):
         plan_export(CheckpointSource(build_checkpoint(), Path("c.fp16.pt")), ExportOptions())

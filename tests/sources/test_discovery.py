@@ -171,21 +171,10 @@ def test_special_files_and_broken_links_get_one_record_each(tmp_path):
         }
 
 
-def test_files_that_vanish_or_change_during_the_run_get_one_record_each(tmp_path):
-    for name in ("0", "1", "2", "3", "vanishing/a", "z/z"):
+def test_a_folder_that_vanishes_during_the_run_is_one_error(tmp_path):
+    for name in ("0", "vanishing/a", "z/z"):
         save(tmp_path / f"in/{name}.png")
-
-    def change_meanwhile():
-        for number, item in enumerate(discover([str(tmp_path / "in")], Skipped())):
-            if number == 0:
-                (tmp_path / "in/1.png").unlink()
-                (tmp_path / "in/2.png").write_bytes(b"something else")
-                (tmp_path / "in/3.png").unlink()
-                (tmp_path / "in/3.png").mkdir()
-                shutil.rmtree(tmp_path / "in/vanishing")
-            yield item
-
-    assert statuses(change_meanwhile()) == {
-        "0.png": "ok", "1.png": "not_found", "2.png": "not_an_image", "3.png": "not_a_file",
-        "vanishing": "unreadable", "z.png": "ok",
-    }  # fmt: skip
+    images = discover([str(tmp_path / "in")], Skipped())
+    first = next(images)
+    shutil.rmtree(tmp_path / "in/vanishing")
+    assert statuses([first, *images]) == {"0.png": "ok", "vanishing": "unreadable", "z.png": "ok"}
