@@ -5,7 +5,7 @@ import pytest
 
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError
-from opal_deploy.predict.prediction import BatchPredictor
+from opal_deploy.predict.executor import BatchPredictor
 from opal_deploy.predict.prepare import InferenceOptions, Prepared
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.cuda_session import open_onnx_session
