@@ -45,7 +45,7 @@ help:
 	@echo "make ort-web   ONNX Runtime Web, axe and pyright by npm, for tests (200 MB)"
 	@echo "make test-cabrnet   exported PIP-Net and ProtoPNet files, compared with CaBRNet itself (5 minutes)"
 	@echo "make test-runtimes  exported files in ten runtimes, compared with the table in the documentation (8 minutes)"
-	@echo "make test-all  the slow tests too, and those that ask the package index"
+	@echo "make test-all  the slow tests too"
 	@echo "make check     ruff, mypy, import-linter, the length of the documentation, and the size of the code"
 	@echo "make test-image  the image of Dockerfile, built and run (root, buildah and debootstrap; 3 minutes)"
 	@echo "make test-image-gpu  Dockerfile.gpu, built up to the step that needs NVIDIA's package index (2 GB)"
@@ -134,7 +134,7 @@ quick-model: $(INSTALLED)
 	$(BIN)/opal-deploy evaluate runs/quick-model/data --model opal_deploy/cli/demo/creatures.onnx --faithfulness --record
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu and not network" --ignore tests/gpu_stubs
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu" --ignore tests/gpu_stubs
 
 test-all: $(INSTALLED) $(TRITON_INSTALLED) $(ORT_WEB_INSTALLED) $(GPU_STUBS_INSTALLED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" --ignore tests/gpu_stubs

@@ -79,14 +79,6 @@ def small(library, fp32):
     return Network(library, fp32.read_bytes(), "small.onnx")
 
 
-def test_progress_is_passed_on(small):
-    progress = []
-    small.build(target("sm80"), EngineOptions(), lambda *step: progress.append(step))
-    assert len({phase for phase, _, _ in progress}) > 1
-    assert all(0 < done <= total for _, done, total in progress if total)
-    assert any(done == total > 1 for _, done, total in progress)
-
-
 def test_ctrl_c_ends_the_build_and_its_handler_is_put_back(small):
     def press(*_):
         os.kill(os.getpid(), signal.SIGINT)

@@ -3,7 +3,6 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import onnx
 import pytest
@@ -76,10 +75,6 @@ class TestFiles:
         # NVIDIA's own tools read an engine: no prefix of ours before the builder's mark
         assert {exported.path.read_bytes()[1:4] for exported in result.engines} == {b"trt"}
 
-    def test_another_precision(self, source):
-        build(source, "bf16")
-        assert "ckpt.bf16.sm80.rtx.engine" in names(source.parent)
-
     def test_a_half_precision_file_is_built_as_it_is(self, again):
         half = again.with_name("ckpt.fp16.onnx")
         before = half.read_bytes()
@@ -109,16 +104,6 @@ class TestFiles:
             result = build(source, verify=verify, rebuild=True)
             assert onnx_file.read_metadata(result.onnx[0].path).unverified == unverified
             assert check_engine(result.engines[0].path).metadata.unverified == unverified
-
-
-def test_a_checkpoint_becomes_two_files_and_an_engine_that_is_found_again(tmp_path):
-    source = CheckpointSource(build_checkpoint(seed=8), tmp_path / "ckpt.pt")
-    first, second = build(source), build(source)
-    assert names(tmp_path) == ["ckpt.fp16.onnx", ENGINE, f"{ENGINE}.json", "ckpt.onnx"]
-    reports = [exported.metadata.verification for exported in first.onnx]
-    assert [report["reference"][:7] for report in reports] == ["PyTorch", "PyTorch"]
-    assert "emulated" in reports[1]["candidate"]
-    assert [first.engines[0].reused, second.engines[0].reused] == [False, True]
 
 
 def test_a_gate_that_fails_names_the_image_and_leaves_nothing_at_all(overflowing, tmp_path):
@@ -196,12 +181,6 @@ class TestFailures:
         _fail_the_second_build(monkeypatch)
         with pytest.raises(UsageError, match="sm89"):
             build(again, None, "sm80", "sm89", rebuild=True)
-        assert content(again.parent) == before
-
-    def test_what_was_there_stays_after_ctrl_c(self, again):
-        before = content(again.parent)
-        with pytest.raises(KeyboardInterrupt):
-            build(again, rebuild=True, progress=Mock(side_effect=KeyboardInterrupt))
         assert content(again.parent) == before
 
     def test_a_new_folder_for_a_file_that_fails_is_removed(self, source, monkeypatch):

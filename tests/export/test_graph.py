@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import openvino
 import pytest
 import torch
 from onnx import TensorProto
@@ -14,14 +13,13 @@ from torch import nn
 from torchvision.ops import SqueezeExcitation
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import UsageError
 from opal_deploy.export.builder import Network
 from opal_deploy.export.checkpoint_source import ExportGraph, trace
 from opal_deploy.model.config import DISTANCES, HeadConfig
 from opal_deploy.model.head import OpalHead
-from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.runtime.openvino_session import OpenvinoSession
 from opal_deploy.runtime.tensorrt import TENSORRT_RTX, installed_version, load
 from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.synthetic import example_images
@@ -146,21 +144,12 @@ def _assert_reproduces_torch(done, checkpoint):
     pixels = example_images(images, *checkpoint.network.config.input_size)
     expected = TorchSession(checkpoint, device="cpu").run(pixels)
     session = OnnxSession(done.path, device="cpu", threads=2)
-    for outputs in (session.run(pixels), _run_in_openvino(done, pixels)):
+    for outputs in (session.run(pixels), OpenvinoSession(done.path, threads=2).run(pixels)):
         # where the two differ by rounding alone, the root of l2 and l3 may magnify it near an anchor
         np.testing.assert_allclose(outputs.logits, expected.logits, rtol=2e-5, atol=2e-5)
         if expected.scores is not None:
             np.testing.assert_allclose(outputs.scores, expected.scores, rtol=1e-4, atol=1e-6)
             assert (outputs.argmax == expected.argmax).mean() > 0.99
-
-
-def _run_in_openvino(done, pixels):
-    """Return the outputs of a file in OpenVINO on the CPU, in float32."""
-    model = openvino.Core().compile_model(done.path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    if done.metadata.input_kind == "float32":
-        pixels = normalise(pixels, done.metadata.mean, done.metadata.std)
-    values = model({"images": pixels})
-    return Outputs.from_arrays({name: values[name] for name in done.metadata.outputs})
 
 
 @pytest.mark.parametrize("cws", [True, False])

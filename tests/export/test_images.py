@@ -64,21 +64,3 @@ def test_data_that_are_not_those_of_the_run_are_left_and_said(trained):
     choice = choose_images(trained, ExportOptions(log=said.append), calibrate=False)
     assert choice.verification.first(3).description == "3 generated creatures"
     assert "--images" in said[0]
-
-
-@pytest.mark.data
-def test_photographs_are_cropped_to_the_boxes_that_the_model_was_trained_on(fp32, cub_mini):
-    data = read_dataset(cub_mini)
-    choice = choose_images(_trained_on(data, fp32), ExportOptions(), calibrate=False, torchvision=False)
-    images = choice.verification.first(64)
-    assert images.description == "64 images from cub_mini (60 validation, 4 test)"
-    assert {Path(name) for name in images.names[:60]} == {sample.path for sample in data.val}
-    whole = choose_images(
-        _trained_on(data, fp32), ExportOptions(images=cub_mini / "images"), calibrate=False
-    ).verification.first(192)
-    place = whole.names.index(next(name for name in whole.names if name in images.names))
-    number = images.names.index(whole.names[place])
-    assert (whole.pixels[place] != images.pixels[number]).any()
-    # train --no-boxes
-    choice = choose_images(_trained_on(data.without_crops(), fp32), ExportOptions(), calibrate=False, torchvision=False)
-    assert (choice.verification.first(64).pixels[number] == whole.pixels[place]).all()

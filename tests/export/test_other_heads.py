@@ -1,7 +1,5 @@
 """PIP-Net, ProtoPNet and CaBRNet checkpoints: what their exported files answer, against their formulas written here."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -10,8 +8,6 @@ from torch import nn
 from torchvision.models import get_model
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.errors import ArtifactError
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.synthetic import example_images
 from tests.cli.calls import check, one_line, read_results
@@ -253,18 +249,3 @@ def test_a_head_whose_scores_are_no_single_cells_is_refused_with_the_reason(tmp_
     Theirs("proto").save_cabrnet(tmp_path, "CosineSimilarity")
     error = one_line(opal("export", "model_state.pth", "--arch", "model_arch.yml", *OPTIONS, cwd=tmp_path))
     assert "similarity CosineSimilarity" in error
-
-
-PACKED = {"dtype": "float32", "zlib": ""}
-TOO_MANY = {"weights": {**PACKED, "shape": [CLASSES, 1 << 30]}, "biases": {**PACKED, "shape": [CLASSES]}}
-
-
-@pytest.mark.parametrize("exported", ["proto"], indirect=True)
-@pytest.mark.parametrize(
-    "change", [{"class_weights": {}}, {"class_weights": TOO_MANY}, {"head": {"kind": "distance"}}], ids=str
-)
-def test_metadata_that_does_not_fit_is_refused_in_one_line(exported, change):
-    _, folder = exported
-    document = json.loads(onnx_file.read_metadata(folder / "model_state.onnx").to_json()) | change
-    with pytest.raises(ArtifactError, match=r"\Am\.onnx: .*\Z"):
-        Metadata.from_json(json.dumps(document), "m.onnx")

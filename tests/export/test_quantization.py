@@ -1,7 +1,6 @@
 """int8: quantise and dequantise nodes, and the images that int8 is calibrated with and judged on."""
 
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -95,23 +94,12 @@ class TestGraph:
 
     def test_refinements_come_nearer_to_float(self, quantised, traced):
         before, model = quantised
-        layers = quantised_layers(model)
         tried = list(refinements(model, before, IMAGES, traced[1], threads=1))
         assert [text for text, _ in tried] == [
             "19 of 19 layers", "17 of 19 layers",
             *(f"{number} of 19 layers, sums in float32" for number in (17, 14, 9)),
         ]  # fmt: skip
         assert [len(quantised_layers(graph)) for _, graph in tried] == [19, 17, 17, 14, 9]
-        kept = [layers, *(quantised_layers(graph) for _, graph in tried[2:])]
-        assert all(set(finer) < set(coarser) for coarser, finer in pairwise(kept))
-        assert kept[1] == quantised_layers(tried[1][1])
-        added = []
-        for _, graph in tried:
-            made_by = {name: node.op_type for node in graph.graph.node for name in node.output}
-            added.append(
-                {made_by.get(name) for node in graph.graph.node if node.op_type == "Add" for name in node.input}
-            )
-        assert ["DequantizeLinear" in kinds for kinds in added] == [True, True, False, False, False]
 
         def scores(graph: onnx.ModelProto) -> np.ndarray:
             onnx.checker.check_model(graph, full_check=True)

@@ -1,7 +1,6 @@
 """Sessions of ONNX Runtime's real CUDA provider: batches in flight, the sizes that are executed, memory."""
 
 import numpy as np
-import onnxruntime
 import pytest
 
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
@@ -48,18 +47,6 @@ def test_batches_in_flight_are_collected_in_order_with_their_own_outputs(gpu, co
     np.testing.assert_array_equal(session.run(PIXELS[4:6]).logits, LOGITS[4:6])
     session.close()
     assert (gpu.library.stubLive(), gpu.library.stubUsed(0)) == before
-
-
-def test_nothing_is_waited_for_until_a_batch_is_collected_and_all_work_is_on_two_streams(gpu, copying_model):
-    session = open_onnx_session(copying_model, device="cuda:0")
-    session.run(PIXELS[:2])
-    waits, copies = len(gpu.calls("wait")), len(gpu.calls("cudaMemcpyAsync"))
-    handle = session.submit(PIXELS[:2])
-    assert len(gpu.calls("wait")) == waits
-    session.collect(handle)
-    assert gpu.calls("wait")[waits:] == ["wait cudaEventSynchronize @0"]
-    to_device, computed, to_host = (call.split()[3] for call in gpu.calls("cudaMemcpyAsync")[copies:])
-    assert to_device != computed == to_host
 
 
 def test_batches_are_padded_to_a_few_sizes_and_each_has_a_session_of_its_own(gpu, sessions, copying_model):
@@ -125,37 +112,3 @@ def test_a_batch_that_failed_takes_no_memory(gpu, model):
     assert gpu.library.stubUsed(0) == before
     gpu.set(errors="")
     assert len(session.run(blank(64))) == 64
-
-
-def test_images_in_registered_memory_are_copied_from_there(gpu, model):
-    before = gpu.library.stubLive()
-    session, shared = open_onnx_session(model, device="cuda:0"), blank(8)
-    address = shared.ctypes.data
-
-    def is_copied_from(images, memory):
-        assert len(session.run(images)) == len(images)
-        to_device = gpu.calls("cudaMemcpyAsync 1 ")[-1]
-        return int(to_device.split()[4]) == memory.ctypes.data
-
-    assert session.register_buffer(address, shared.nbytes)
-    assert is_copied_from(shared, shared)
-    assert is_copied_from(shared[1:3], shared[1:3])
-    assert not is_copied_from(blank(2), shared)
-    assert not is_copied_from(shared[:, :, ::-1], shared[:, :, ::-1])
-    for _ in range(2):
-        session.unregister_buffer(address)
-    assert not is_copied_from(shared, shared)
-    # a system that locks no more memory is only slower
-    gpu.set(errors="cudaHostRegister@0=2")
-    assert not session.register_buffer(address, shared.nbytes)
-    assert not is_copied_from(shared, shared)
-    gpu.set(errors="")
-    assert session.register_buffer(address, shared.nbytes)
-    session.close()
-    assert gpu.library.stubLive() == before
-
-
-def test_loading_a_session_prints_no_warning(gpu, model, capfd):
-    onnxruntime.set_default_logger_severity(2)
-    open_onnx_session(model, device="cuda:0")
-    assert capfd.readouterr() == ("", "")

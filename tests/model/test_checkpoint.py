@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from opal_deploy.errors import CheckpointError, UsageError
-from opal_deploy.model import authors_checkpoint, checkpoint, state_dicts
+from opal_deploy.model import authors_checkpoint, checkpoint
 from opal_deploy.model.authors_checkpoint import PAPER_BACKBONES, Assumptions
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
@@ -80,22 +80,12 @@ class TestOurs:
         assert (read.source["file"], read.source["format"]) == ("c.pt", "opal-deploy")
         assert read.source["sha256"] == hashlib.sha256(ours.read_bytes()).hexdigest()
 
-    def test_the_metadata_holds_what_infer_needs(self, ours):
-        metadata = checkpoint.build_metadata(checkpoint.load(ours, class_names=["a", "b", "c"]))
-        assert metadata.class_names == ("a", "b", "c"), "they replace the file's own"
-        assert (metadata.grid, metadata.input_size, metadata.crop) == ((2, 3), (64, 96), "boxes")
-        assert (metadata.evidence, metadata.prototypes_per_class) == ("exact", 2)
-        assert metadata.training["metrics"] == {"test_accuracy": 0.75}
-
     def test_the_linear_baseline_keeps_its_dense_layer(self, tmp_path):
         baseline, path = build_checkpoint(LINEAR_BASELINE), tmp_path / "a" / "b" / "c.pt"
         checkpoint.save(path, baseline)  # folders are made
         read = checkpoint.load(path)
         assert read.network.config.head == LINEAR_BASELINE
         assert torch.equal(read.network.head.classifier.weight, baseline.network.head.classifier.weight)
-
-    def test_a_wrong_number_of_class_names_is_refused(self, ours):
-        assert "2 class names for 3 classes" in refusal(ours, class_names=["a", "b"])
 
     def test_wrong_keys_are_listed(self, ours, save):
         document = torch.load(ours, weights_only=True)
@@ -263,20 +253,6 @@ class TestDamagedAndForeignFiles:
         for content in (*truncated, *(source.randbytes(length) for length in (1, 2, 3, 5, 10, 100) * 20)):
             (tmp_path / "c.pt").write_bytes(content)
             refusal(tmp_path / "c.pt")
-
-    def test_a_flipped_bit_never_ends_in_another_error(self, save, tmp_path):
-        # flips within a weight go unnoticed here: the format has no digest
-        whole = save({"a": torch.arange(6.0), "b": [1, "x"]}).read_bytes()
-        source, refused = random.Random(0), 0
-        for position in range(0, len(whole), 3):
-            flipped = bytearray(whole)
-            flipped[position] ^= 1 << source.randrange(8)
-            (tmp_path / "flipped.pt").write_bytes(flipped)
-            try:
-                state_dicts.load_torch_file(tmp_path / "flipped.pt")
-            except CheckpointError:
-                refused += 1
-        assert refused > 100
 
     def test_a_file_of_something_else_and_a_missing_one_are_refused(self, save, tmp_path):
         for document in ([1, 2], torch.zeros(3), {}, {"a": 1}, {3: torch.zeros(1)}):

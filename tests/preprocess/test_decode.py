@@ -97,20 +97,6 @@ NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), n
 JPEG = encoded(NOISE, "JPEG")
 
 
-@pytest.mark.data
-@pytest.mark.parametrize(("decoding", "most"), [("exact", 0), ("default", 1)])
-def test_photographs_have_pillows_pixels(photographs, decoding, most):
-    chosen = photographs[::8]
-    assert len(chosen) >= 30
-    for path in chosen:
-        expected, image = pillow_image(path), decode(path)
-        assert difference(image, expected) == 0, path
-        # smaller, larger, and one side each
-        for height, width in ((160, 224), (448, 448), (700, 96)):
-            ours = to_input(image, compute_geometry(image), (height, width), Decoding(decoding))
-            assert difference(ours, expected.resize((width, height), BILINEAR)) <= most, (path, height, width)
-
-
 def test_a_side_of_millions_of_pixels_is_averaged_first(monkeypatch):
     # Pillow's weights for it would take 40 megabytes, for 90 million pixels 1.4 gigabytes
     sides, resize = [], Image.Image.resize
@@ -161,16 +147,12 @@ WHITE = (255, 255, 255)
 ONE_TWO_THREE = struct.pack(">3H", 1, 2, 3)
 FLOATS = Image.fromarray(np.array([[0, 0.2, 0.499, 1]], np.float32))
 COLOURS = {
-    **{f"floats in [0, 1], {kind}": (encoded(FLOATS, kind), [(v, v, v) for v in (0, 51, 127, 255)])
-       for kind in ("TIFF", "PPM", "SPIDER")},
+    "floats in [0, 1]": (encoded(FLOATS, "TIFF"), [(v, v, v) for v in (0, 51, 127, 255)]),
     "grey": (grey(7, 90), [(7, 7, 7), (90, 90, 90)]),
     "one bit": (encoded(Image.fromarray(np.array([[0, 255]], np.uint8)).convert("1")), [(0, 0, 0), WHITE]),
     "CMYK": (encoded(Image.new("CMYK", (2, 1), (0, 255, 255, 0)), "TIFF"), [(255, 0, 0)] * 2),
     "16-bit grey rounds": (
         png(4, 1, 16, 0, grey16(128, 129, 100 * 257, 65535)), [(0, 0, 0), (1, 1, 1), (100, 100, 100), WHITE],
-    ),
-    "16-bit grey, one value transparent": (
-        png(2, 1, 16, 0, grey16(1000, 2570), tRNS=struct.pack(">H", 1000)), [WHITE, (10, 10, 10)],
     ),
     "16-bit RGB keeps the upper byte": (
         png(2, 1, 16, 2, grey16(65535, 0, 256, 511, 512, 513)), [(255, 0, 1), (1, 2, 2)],
@@ -256,12 +238,10 @@ def test_a_bad_source_has_its_code(source, code):
     assert error_code(source) == code
 
 
-def floats(high, **options):
-    return encoded(Image.fromarray(np.array([[0.25, high]], np.float32)), "TIFF", **options)
+def floats(high):
+    return encoded(Image.fromarray(np.array([[0.25, high]], np.float32)), "TIFF")
 
 
-TIFF_WITH_THREE_FLOATS = encoded(NOISE, "TIFF", tiffinfo={339: (3, 3, 3)})
-BMP_OF_2_BITS = encoded(NOISE, "BMP").replace(struct.pack("<HH", 1, 24), struct.pack("<HH", 1, 2))
 GIF_BOMB = (gif := encoded(NOISE, "GIF"))[:6] + b"\xff\xff\xff\xff" + gif[10:]
 # 16 x 16 pixels of one colour, from libheif and x265
 HEIC = base64.b85decode(
@@ -293,9 +273,6 @@ def test_a_file_with_flipped_bytes_is_an_image_or_an_error(kind):
     ("source", "code", "word"),
     [
         (JPEG[:300], "truncated_image", "JPEG"),
-        (TIFF_WITH_THREE_FLOATS, "unsupported_image", "TIFF"),
-        (BMP_OF_2_BITS, "unsupported_image", "BMP"),
-        (b"\x89HDF\r\n\x1a\n" + bytes(99), "unsupported_image", "HDF5"),
         (GIF_BOMB, "too_many_pixels", "--max-pixels"),
         (b"\xff\x0a" + bytes(99), "unsupported_image", "JPEG XL"),
         (b"\n<!DOCTYPE html><title>404", "not_an_image", "web page"),
@@ -304,8 +281,6 @@ def test_a_file_with_flipped_bytes_is_an_image_or_an_error(kind):
         (b"\0\0\0\x18ftypmp42", "not_an_image", "video"),
         (floats(1.5), "unsupported_image", "from 0.25 to 1.5"),
         (floats(np.nan), "unsupported_image", "NaN"),
-        # also where the file states a range: these tags may hold the image's own minimum and maximum
-        (floats(4, tiffinfo={340: 0.25, 341: 4.0}), "unsupported_image", "from 0.25 to 4"),
     ],
 )
 def test_an_unreadable_file_is_told_what_it_is(source, code, word):
@@ -353,25 +328,3 @@ def test_an_image_over_the_limit_is_refused_before_its_pixels_are_decoded(monkey
     data = encoded(Image.new("RGB", (10, 11)))
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda _: pytest.fail("decoded"))
     assert error_code(data, max_pixels=109) == "too_many_pixels"
-
-
-CODES = {"empty_file", "not_an_image", "truncated_image", "corrupt_image", "too_many_pixels", "unsupported_image"}
-
-
-@pytest.mark.data
-def test_every_odd_file_decodes_or_has_a_known_code_whatever_decodes_it(odd_images):
-    def outcome(path, decoding):
-        try:
-            image = decode_for_input(path, (1000, 1000), decoding=decoding)[0]
-        except ImageError as caught:
-            return caught.code, str(caught)
-        return image.mode, image.tobytes()
-
-    paths = [path for path in sorted(odd_images.iterdir()) if path.name != "manifest.tsv"]
-    assert len(paths) == 149
-    outcomes = {path: outcome(path, Decoding.exact) for path in paths}
-    codes = [code for code, _ in outcomes.values()]
-    assert [text for _, text in outcomes.values() if isinstance(text, str) and LEAK.search(text)] == []
-    assert set(codes) <= CODES | {"RGB"}
-    assert codes.count("RGB") > 90, "Pillow itself decodes about a hundred of them"
-    assert [path.name for path in paths if outcome(path, Decoding.fast)[0] != outcomes[path][0]] == []

@@ -74,31 +74,14 @@ class TestOutputs:
 
 
 class TestBuffers:
-    # a fixed batch is filled up; more than fits goes in parts
-    @pytest.mark.parametrize(
-        ("batch", "count", "executed"), [((4, 4, 4), 6, [4, 4]), ((1, 2, 4), 11, [4, 4, 3])], ids=str
-    )
-    def test_sizes_that_are_executed(self, make_stand, images, batch, count, executed):
-        stand = make_stand(batch=batch)
-        session = stand.open()
-        stand.trt.executed.clear()
-        session.run(images[:count])
-        assert stand.trt.executed == executed
-
-    def test_graphs_of_the_first_size_are_recorded_once_a_set_of_buffers(self, stand, images, expected):
-        session = stand.open(cuda_graphs=True)
-        assert stand.cuda.launched == 0, "the test vectors must not decide which size is recorded"
-        for _ in range(3):
-            session.run(images[:8])
-        # two parts of four each time, in three sets of buffers
-        assert stand.cuda.launched == 6
-        session.run(images[:3])
-        assert stand.cuda.launched == 6
-        # without memory for a second context nothing is recorded
+    def test_graphs_are_recorded_where_there_is_memory_for_a_second_context(self, stand, images, expected):
+        stand.open(cuda_graphs=True).run(images[:8])
+        # two parts of four
+        assert stand.cuda.launched == 2
         session = stand.open(cuda_graphs=True)
         stand.trt.memory_is_full = True
         assert_same(session.run(images[:8]), expected(0, 8))
-        assert stand.cuda.launched == 6
+        assert stand.cuda.launched == 2
 
     def test_tensorrt_for_rtx_compiles_before_the_first_batch_and_records_by_itself(self, make_stand, images):
         stand = make_stand(rtx=True)
@@ -173,25 +156,13 @@ class TestFailures:
         with pytest.raises(ArtifactError, match=r"\A.*refuses the engine \(Version tag.*--trt --rebuild.*\Z"):
             stand.open()
 
-    def test_an_engine_with_other_tensors_than_promised_is_refused(self, make_stand, float_input, tiny_fp16):
-        stand = make_stand(float_input)
-        stand.onnx = tiny_fp16
-        stand.describe()
-        with pytest.raises(ArtifactError, match=r"its tensors are .*images float32.*promises .*images uint8"):
-            stand.open()
-
     def test_the_cpu_is_no_device_for_an_engine(self, stand):
         with pytest.raises(UsageError, match=r"only on NVIDIA GPUs.*c\.fp16\.onnx"):
             stand.open(device="cpu")
 
 
 class TestFakes:
-    """The stand-ins show what goes wrong on a GPU, and have no method that the real classes lack."""
-
-    def test_a_session_that_does_not_wait_has_wrong_outputs(self, stand, images, expected, monkeypatch):
-        session = stand.open()
-        monkeypatch.setattr(stand.cuda, "wait_for_event", lambda *_: None)
-        assert np.abs(session.run(images[:8]).logits - expected(0, 8).logits).max() > 1e-2
+    """The stand-ins have no method that the real classes lack."""
 
     def test_cuda_has_the_methods_of_the_fake(self):
         methods = {name for name in vars(FakeCuda) if not name.startswith("_")}
@@ -204,7 +175,6 @@ class TestFakes:
         real = pytest.importorskip("tensorrt_rtx")
         assert callable(real.nptype)
         assert find_missing(real, NAMES) == find_missing(real, RTX_NAMES) == []
-        assert find_missing(real, {"BuilderFlag": ["FP16"]}) == ["BuilderFlag.FP16"]
 
 
 def test_a_failing_calls_reason_is_its_own_and_not_an_earlier_ones():

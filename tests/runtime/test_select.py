@@ -133,26 +133,6 @@ class TestRuns:
         assert find_newest_run(runs / "runs") is None
 
 
-class TestNoChoice:
-    def test_models_of_several_checkpoints_are_listed_with_their_origins(self, folder, another):
-        shutil.copy(another, folder / "other.onnx")
-        with pytest.raises(UsageError) as refusal:
-            find(folder)
-        assert refusal.value.exit_code == 2
-        for part in ("ckpt.onnx (from c0.pt)", "ckpt.fp16.onnx (from c0.pt)", "other.onnx (from c1.pt)", "--model"):
-            assert part in str(refusal.value)
-
-    def test_without_a_model_the_line_says_how_to_go_on(self, tmp_path):
-        for create, says in (
-            (lambda: None, r"no exported model.*--model"),
-            (lambda: foreign_file(tmp_path / "theirs.onnx"), r"theirs\.onnx"),
-            (lambda: (tmp_path / "ckpt.pt").touch(), r"opal-deploy export .*ckpt\.pt"),
-        ):
-            create()
-            with pytest.raises(UsageError, match=says):
-                find(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("name", "says"), [("nowhere.onnx", "no such model"), (".", "no such model"), ("m.tflite", r"expected \.onnx")]
 )

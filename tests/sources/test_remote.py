@@ -1,6 +1,10 @@
 """Images in a bucket, and a run that is uploaded: the same as on a disk, whatever storages do."""
 
 import io
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +14,6 @@ from opal_deploy.preprocess.decode import open_file
 from opal_deploy.remote import RemoteFile, check_output, redact, upload_folder
 from opal_deploy.sources.discovery import check_inputs, discover
 from opal_deploy.sources.image import Skipped
-from tests.sources.faulty_proxy import faulty_proxy
 from tests.sources.packing import pack
 
 CONTENT = bytes(range(256)) * 2000
@@ -46,6 +49,35 @@ def pack_all(folder, members):
     return {name: pack(folder / name, members, kind).read_bytes() for name, kind in kinds.items()}
 
 
+@contextmanager
+def failing_server(status, code):
+    """Yield the URL of a server that answers every request with this error of S3's."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def answer(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            body = b"" if self.command == "HEAD" else f"<Error><Code>{code}</Code></Error>".encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/xml")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_PUT = do_POST = do_HEAD = answer
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
 def test_folders_lists_and_archives_of_a_bucket(s3, tmp_path):
     keys = ["a b.jpg", "a-b/1.jpg", "a.jpg", "a/1.jpg", "ä.jpg", ".hidden/1.jpg", "x.txt", "a/"]
     put(s3, {f"in/{key}": key.encode() for key in keys} | pack_all(tmp_path, {"m/1.png": b"1", "2.png": b"2"}))
@@ -63,24 +95,19 @@ def test_folders_lists_and_archives_of_a_bucket(s3, tmp_path):
         assert contents(items(url)) == {f"{url}/m/1.png": b"1", f"{url}/2.png": b"2"}
 
 
-def test_what_goes_on_failing_costs_its_image(s3, s3_endpoint, use_endpoint, tmp_path):
-    put(s3, {f"in/{number}.png": b"x" for number in range(3)} | pack_all(tmp_path, {"1.png": b"1"}))
-    for name in ("a.tar", "a.zip"):
-        (member,) = items(f"s3://photos/{name}")
-        with faulty_proxy(s3_endpoint, lambda *_: 503) as (endpoint, _):
+def test_what_goes_on_failing_costs_its_image(s3, use_endpoint, tmp_path):
+    put(s3, {"in/1.png": b"x"} | pack_all(tmp_path, {"1.png": b"1"}))
+    images = [image for name in ("in/", "a.tar", "a.zip") for image in items(f"s3://photos/{name}")]
+    for status, code, expected in ((503, "SlowDown", "storage_unavailable"), (403, "AccessDenied", "unreadable")):
+        with failing_server(status, code) as endpoint:
             use_endpoint(endpoint)
-            assert list(contents([member]).values()) == ["storage_unavailable"]
-        use_endpoint(s3_endpoint)
-    codes = {"/photos/in/1.png": 503, "/photos/in/2.png": 403}
-    with faulty_proxy(s3_endpoint, codes.get) as (endpoint, _):
-        use_endpoint(endpoint)
-        assert list(contents(items("s3://photos/in")).values()) == [b"x", "storage_unavailable", "unreadable"]
+            assert list(contents(images).values()) == [expected] * 3
 
 
 @pytest.mark.parametrize("url", ["s3://photos/in/", "s3://photos/a.tar", "@s3://photos/list.txt"])
-def test_inputs_that_break_off_end_the_run(url, s3, s3_endpoint, use_endpoint, tmp_path):
+def test_inputs_that_break_off_end_the_run(url, s3, use_endpoint, tmp_path):
     put(s3, {"in/a.jpg": b"x", "list.txt": b"a.jpg\n"} | pack_all(tmp_path, {"1.png": b"1"}))
-    with faulty_proxy(s3_endpoint, lambda *_: 503) as (endpoint, _):
+    with failing_server(503, "SlowDown") as endpoint:
         use_endpoint(endpoint)
         with pytest.raises(StoppedEarly, match=r"SlowDown|503"):
             list(discover([url], Skipped()))
@@ -123,15 +150,20 @@ def test_a_missing_package_is_named(monkeypatch):
         RemoteFile.parse("s3://b/a.jpg")
 
 
-def test_a_finished_run_is_uploaded_and_its_summary_last(s3, s3_endpoint, use_endpoint, tmp_path):
+def test_a_finished_run_is_uploaded_and_its_summary_last(s3, tmp_path, monkeypatch):
     for name in ("summary.json", "results.jsonl", "zz.html", "overlays/0001/a.jpg", ".lock", "overlays/.a.part"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    with faulty_proxy(s3_endpoint, lambda *_: None) as (endpoint, counts):
-        use_endpoint(endpoint)
-        assert str(check_output("s3://photos/out/run")) == "s3://photos/out/run"
-        upload_folder(tmp_path, "s3://photos/out/run")
-    assert [path for method, path in counts if method == "PUT"][-1] == "/photos/out/run/summary.json"
+    assert str(check_output("s3://photos/out/run")) == "s3://photos/out/run"
+    uploaded, open_filesystem = [], remote._open_filesystem
+
+    def put_file(path, url):
+        uploaded.append(url)
+        open_filesystem(url).put_file(path, url)
+
+    monkeypatch.setattr(remote, "_open_filesystem", lambda _: SimpleNamespace(put_file=put_file))
+    upload_folder(tmp_path, "s3://photos/out/run")
+    assert uploaded[-1].endswith("/summary.json")
     keys = [entry["Key"] for entry in s3.list_objects_v2(Bucket="photos")["Contents"]]
     names = ["overlays/0001/a.jpg", "results.jsonl", "summary.json", "zz.html"]
     assert keys == [f"out/run/{name}" for name in names]
@@ -146,10 +178,10 @@ def test_a_finished_run_is_uploaded_and_its_summary_last(s3, s3_endpoint, use_en
         ("https://example.org/run", (), "not read"),
     ],
 )
-def test_a_place_that_cannot_be_written_to_is_refused(url, unset, reason, s3, s3_endpoint, use_endpoint, monkeypatch):
-    refuse = 403 if reason == "refused" else None
-    with faulty_proxy(s3_endpoint, lambda _: refuse) as (endpoint, _):
-        use_endpoint(endpoint)
+def test_a_place_that_cannot_be_written_to_is_refused(url, unset, reason, s3, use_endpoint, monkeypatch):
+    with failing_server(403, "AccessDenied") as endpoint:
+        if reason == "refused":
+            use_endpoint(endpoint)
         for name in unset:
             monkeypatch.delenv(name)
         with pytest.raises(UsageError, match=reason):
