@@ -106,10 +106,6 @@ def draw(shown, others=None, **how):
     return layout_sheet(shown, photograph((shown.width, shown.height)), others, **how)
 
 
-def texts_of(page):
-    return [shape.text for shape in page.shapes if isinstance(shape, Text)]
-
-
 def extent(shape):
     """Return left, top, right and bottom of a shape; the capitals of a text are 0.7 of its size high."""
     if isinstance(shape, Text):
@@ -197,7 +193,7 @@ def test_a_refused_answer_has_its_class_below_in_smaller_letters(status):
 def test_sums_margin_and_names_stand_on_the_sheet_but_not_where_its_image_lies():
     shown = content(names={(content().predicted.class_id, 2): "beak"}, image="/home/ann/birds/1.jpg")
     page = draw(shown)
-    texts = texts_of(page)
+    texts = [shape.text for shape in page.shapes if isinstance(shape, Text)]
     assert page.title.endswith(": evidence in 1.jpg")
     assert "1.jpg" in texts
     assert not any("home" in text for text in texts)
