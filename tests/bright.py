@@ -1,6 +1,5 @@
 """A session that answers by brightness, which can be worked out by hand, and helpers that many tests share."""
 
-import json
 import threading
 import time
 from collections import deque
@@ -116,10 +115,6 @@ def write_run(options, images, *sessions, interrupt=None, **callbacks):
 
 def code(record):
     return record["error"]["code"] if "error" in record else None
-
-
-def read_results(out):
-    return [json.loads(line) for line in (out / "results.jsonl").read_text("utf-8").splitlines()]
 
 
 def save(path, size=(60, 40), shade=90):

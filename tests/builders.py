@@ -7,11 +7,13 @@ from torch import nn
 
 from opal_deploy.artifact.engine_file import Sidecar
 from opal_deploy.artifact.files import compute_sha256
+from opal_deploy.bench.networks import update_batch_norms
 from opal_deploy.model.backbones import Backbone
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.tensorrt import platform_name
+from opal_deploy.synthetic import example_images
 
 # timm's residual network for tests: so few layers that it is built, trained and traced in no time
 SMALL_BACKBONE = "timm:test_resnet"
@@ -57,6 +59,14 @@ def build_checkpoint(backbone="tiny", head=None, size=(64, 96), num_classes=4, *
         _sharpen(network)
     source = {"file": f"c{seed}.pt", "sha256": f"{seed:064x}", "format": "opal-deploy"}
     return Checkpoint(network.eval(), CLASS_NAMES[:num_classes], source=source)
+
+
+def build_random_network(num_classes, head, size=(96, 96), *, images=32, **config):
+    """Return a network of a real backbone with random weights and the batch statistics of generated images."""
+    torch.manual_seed(0)
+    network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", num_classes, size, head, **config))
+    update_batch_norms(network, example_images(images, *size))
+    return network
 
 
 def export_onnx(source, out, precision="fp32", **options):

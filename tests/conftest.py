@@ -111,15 +111,13 @@ def exact_session(exact_model: Path) -> OnnxSession:
 def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
     import torch
 
-    from opal_deploy.bench.networks import update_batch_norms
     from opal_deploy.export.checkpoint_source import CheckpointSource
     from opal_deploy.export.exporter import export
     from opal_deploy.export.options import ExportOptions
     from opal_deploy.export.plan import plan_export
     from opal_deploy.model.checkpoint import Checkpoint, load, save
-    from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig, NetworkConfig
-    from opal_deploy.model.network import OpalNetwork
-    from opal_deploy.synthetic import example_images
+    from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
+    from tests.builders import build_random_network
 
     heads = {
         "exact": HeadConfig(prototypes_per_class=3),
@@ -127,9 +125,7 @@ def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
         "none": LINEAR_BASELINE,
     }
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", len(CLASSES), INPUT_SIZE, heads[evidence]))
-        update_batch_norms(network, example_images(32, *INPUT_SIZE))
+        network = build_random_network(len(CLASSES), heads[evidence], INPUT_SIZE)
     path = folders.mktemp(evidence) / f"{evidence}.pt"
     save(path, Checkpoint(network, CLASSES))
     source = CheckpointSource(load(path), path)

@@ -55,10 +55,10 @@ class Infer:
         (cwd / "in").symlink_to(images)
         self.fixed = ["in", "--model", str(model), "--threads", "1", "--workers", "1", "--batch", "2"]
 
-    def start(self, out, *arguments, **environment):
-        """Start a process with these environment variables."""
+    def start(self, out, *arguments, before="", **environment):
+        """Start a process with these environment variables that first runs the Python code `before`."""
         process = subprocess.Popen(
-            [sys.executable, "-c", MAIN, "infer", *self.fixed, "--out", out, *arguments],
+            [sys.executable, "-c", before + MAIN, "infer", *self.fixed, "--out", out, *arguments],
             cwd=self.cwd,
             env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment},
             stdout=subprocess.PIPE,

@@ -25,11 +25,7 @@ def paths(make_pictures, tmp_path):
 def test_an_answer_has_typed_attributes_and_pictures(model, paths):
     answers = model.predict([*paths, paths[0].with_name("none.png")])
     first = answers[0]
-    assert (first.label, first.status, first.margin) == (
-        first["prediction"]["label"],
-        "ok",
-        pytest.approx(first["margin"]),
-    )
+    assert (first.label, first.status, first.margin) == (first["prediction"]["label"], "ok", first["margin"])
     assert [slot.box for slot in first.slots] == first.boxes
     assert first.probability is None
     assert json.loads(first.to_json()) == json.loads(json.dumps(first))
@@ -87,19 +83,6 @@ def test_one_array_is_one_image_in_a_stream_too(model, paths):
     assert found == model.predict(pixels)
 
 
-def test_numbers_and_names_that_nothing_can_have_are_one_line(model, exact_model, paths):
-    calls = [
-        ("batch -2: expected at least 1", lambda: model.predict(paths[0], batch=-2)),
-        ("top 0: expected at least 1", lambda: model.predict(paths[0], top=0)),
-        ("workers 0: expected at least 1", lambda: list(model.stream(paths, workers=0))),
-        ("threads 0: expected at least 1", lambda: opal_deploy.load(exact_model, threads=0)),
-        ("runtime 'tpu': expected one of auto, onnxruntime", lambda: opal_deploy.load(exact_model, runtime="tpu")),
-    ]
-    for message, call in calls:
-        with pytest.raises(UsageError, match=message):
-            call()
-
-
 def test_what_people_try_from_habit_names_what_to_use(exact_model, make_pictures, tmp_path):
     (path,) = make_pictures(tmp_path / "in", 1)
     model = opal_deploy.load(exact_model, threads=1)
@@ -115,6 +98,11 @@ def test_what_people_try_from_habit_names_what_to_use(exact_model, make_pictures
         (UsageError, r"expected 'CLASS/SLOT'", lambda: opal_deploy.edit_model(model, drop=[[0]], out="e.onnx")),
         (UsageError, r"expected a \.jpg file", lambda: answers[0].save_overlay(tmp_path / "o.png")),
         (UsageError, r"use model\.stream", lambda: model.predict([tmp_path / "in"])),
+        (UsageError, "batch -2: expected at least 1", lambda: model.predict(path, batch=-2)),
+        (UsageError, "top 0: expected at least 1", lambda: model.predict(path, top=0)),
+        (UsageError, "workers 0: expected at least 1", lambda: list(model.stream(path, workers=0))),
+        (UsageError, "threads 0: expected at least 1", lambda: opal_deploy.load(exact_model, threads=0)),
+        (UsageError, "runtime 'tpu': expected one of auto", lambda: opal_deploy.load(exact_model, runtime="tpu")),
         (UsageError, "nothing to do", lambda: opal_deploy.edit_model(model, out=tmp_path / "same.onnx")),
     ]
     for kind, message, guess in guesses:

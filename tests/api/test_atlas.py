@@ -68,10 +68,3 @@ def test_each_slot_has_the_images_that_it_was_strongest_in_whatever_the_order(im
     assert {key: entry.patches for key, entry in again.items()} == {
         key: entry.patches for key, entry in atlas.entries.items()
     }
-
-
-def test_an_unusable_image_costs_the_others_nothing(images):
-    (images / "bright" / "7.png").write_bytes(b"no image")
-    collector = collect(requests(images), 9)
-    assert (collector.images, collector.failed) == (11, 1)
-    assert [len(collector.best(class_id, 0)) for class_id in (0, 1)] == [1, 7]

@@ -13,7 +13,6 @@ from PIL import Image
 import opal_deploy
 from opal_deploy import Explanation, Explanations, ImageError, UsageError
 from opal_deploy.records.build import error_record
-from opal_deploy.records.record import Answered
 
 ELEMENTS = {"div", "p", "strong", "table", "thead", "tbody", "tr", "th", "td", "span"}
 BOX = (10, 20, 70, 80)
@@ -50,16 +49,6 @@ def test_a_record_is_a_plain_dictionary_in_every_respect(model, paths):
     assert json.dumps(record) == json.dumps(dict(record))
     assert repr(record) == repr(dict(record))
     assert isinstance(both, list)
-
-
-def test_a_record_has_typed_attributes(model, paths):
-    explanation = model.predict(paths[0])
-    record = explanation.record
-    assert isinstance(record, Answered)
-    assert (record.image, record.prediction.label) == (explanation["image"], explanation["prediction"]["label"])
-    assert list(record.evidence[0].box) == explanation["evidence"][0]["box"]
-    explanation["label"] = "ash"
-    assert explanation.record.label == "ash"
 
 
 def test_a_record_prints_as_one_line_and_a_list_as_a_line_each(model, paths):

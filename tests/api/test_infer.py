@@ -65,16 +65,3 @@ def test_an_open_model_runs_too(folder, exact_model):
     assert (run.out, run.counts, run.report) == (Path("explanations"), {"abstained": 2}, None)
     with pytest.raises(opal_deploy.UsageError, match="top 0: expected at least 1"):
         opal_deploy.run_inference("in", model, top=0)
-
-
-def test_a_folder_is_streamed_and_one_record_drawn(folder, exact_model):
-    model = opal_deploy.load(exact_model, device="cpu", threads=1)
-    records = list(model.stream("in", batch=4))
-    assert [record["status"] for record in records] == ["ok"] * 12 + ["error"]
-    assert [record["image"] for record in model.stream("in/00[13].png")] == ["in/001.png", "in/003.png"]
-    assert [record["image"] for record in model.stream(Path(f"in/{n:03}.png") for n in range(2))] == [
-        "in/000.png", "in/001.png",
-    ]  # fmt: skip
-    overlay = records[3].save_overlay("drawn/3.jpg")
-    opal_deploy.run_inference("in", model, explain=True, out="out")
-    assert overlay.read_bytes() == (folder / "out/overlays/000003-003.jpg").read_bytes()

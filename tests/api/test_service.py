@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import itertools
 import queue
 import threading
 import time
 from concurrent.futures import CancelledError, wait
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -64,29 +62,8 @@ def test_an_asyncio_program_gets_200_records_as_explain_returns_them(model, make
     assert found == [[expected[(first + step) % 40] for step in range(40)] for first in range(5)]
 
 
-class PinningSession(QueuedSession):
-    """A queue that reads from memory that was page-locked for it."""
-
-    def __init__(self):
-        super().__init__()
-        self.locked = {}
-        self.direct = []
-
-    def register_buffer(self, address, size):
-        self.locked[address] = size
-        return True
-
-    def unregister_buffer(self, address):
-        del self.locked[address]
-
-    def submit(self, images):
-        first, last = images.ctypes.data, images.ctypes.data + images.nbytes
-        self.direct.append(any(a <= first and last <= a + size for a, size in self.locked.items()))
-        return super().submit(images)
-
-
 @pytest.mark.parametrize(
-    ("kind", "batch", "batches"), [(BrightSession, 4, [1, 4, 4, 1]), (PinningSession, 2, [1, 2, 2, 2, 2, 1])]
+    ("kind", "batch", "batches"), [(BrightSession, 4, [1, 4, 4, 1]), (QueuedSession, 2, [1, 2, 2, 2, 2, 1])]
 )
 def test_waiting_images_go_in_full_batches_and_one_alone_by_itself(kind, batch, batches):
     session = kind()
@@ -100,11 +77,8 @@ def test_waiting_images_go_in_full_batches_and_one_alone_by_itself(kind, batch, 
         hold.set()
         assert [cell(future.result(30)) for future in [first, *rest]] == list(range(10))
     assert session.batches == batches
-    if kind is PinningSession:
-        # several are in flight together, in page-locked memory
-        assert session.longest == session.depth
-        assert all(session.direct)
-        assert not session.locked
+    # several are in flight together
+    assert kind is BrightSession or session.longest == session.depth
 
 
 def test_an_image_waits_for_others_until_the_batch_is_full():
@@ -149,36 +123,6 @@ def test_a_cancelled_image_is_never_predicted():
         again = [service.submit(array(shade)) for shade in range(4)]
         assert [cell(future.result(30)) for future in again] == [0, 1, 2, 3]
     assert session.batches == [1] * 6
-
-
-@dataclass(frozen=True)
-class HeldFile:
-    """A file that is opened only when it may be."""
-
-    name: str
-    may_open: threading.Event
-    opened: list[str]
-
-    def open(self):
-        self.opened.append(self.name)
-        self.may_open.wait(30)
-        return io.BytesIO(b"no image")
-
-
-def test_a_cancelled_image_that_waits_for_a_decoder_is_not_decoded():
-    may_open, opened = threading.Event(), list[str]()
-    options = InferenceOptions(batch=1, workers=1, isolate=False)
-    with Service([BrightSession()], options, capacity=3) as service:
-        first, second, third = (
-            service.submit_requests([InputImage(name, HeldFile(name, may_open, opened))])[0] for name in "abc"
-        )
-        assert second.cancel()
-        may_open.set()
-        assert wait([first, third], 30).not_done == set()
-        # its place, and the memory of its pixels, are free again
-        again = service.submit_requests([InputImage(name, HeldFile(name, may_open, opened)) for name in "def"])
-        assert wait(again, 30).not_done == set()
-    assert opened == list("acdef")
 
 
 def test_pixels_share_batches_with_images_and_enter_all_or_none():

@@ -129,18 +129,15 @@ def test_a_damaged_file_is_refused(tmp_path):
         group_records(tmp_path / "a.jsonl")
 
 
-def render(folder, report, names):
-    write_diff(folder / "page.html", report, names, folder, overwrite=False)
-    return (folder / "page.html").read_text("utf-8")
-
-
 def test_the_page_tells_no_folders_and_nothing_from_outside_becomes_markup(tmp_path):
     image = tmp_path / "in" / HOSTILE.replace("/", "_")
     image.parent.mkdir()
     Image.new("RGB", (40, 40)).save(image, "png")
     digest = {"image_sha256": compute_sha256(image)}
     old, new = (record(str(image), HOSTILE + end, **digest) for end in ("", "2"))
-    text = render(tmp_path, compare(tmp_path, [old], [new]), (f"{tmp_path}/old/out", f"{tmp_path}/new/out"))
+    names, page = (f"{tmp_path}/old/out", f"{tmp_path}/new/out"), tmp_path / "page.html"
+    write_diff(page, compare(tmp_path, [old], [new]), names, tmp_path, overwrite=False)
+    text = page.read_text("utf-8")
     assert str(tmp_path) not in text
     assert "Before: old/out<br>After: new/out" in text
     tags = []

@@ -78,19 +78,6 @@ def test_numbers_may_differ_within_the_tolerance(name, change, differs):
     assert fields(old) == expected * differs
 
 
-def test_anything_but_a_number_is_a_difference():
-    for value in (None, "0.5", True, float("nan"), 10**400, {}):
-        old = recorded(margin=value)
-        old["evidence"][0]["score"] = value
-        assert fields(old) == ["margin", "evidence[0].score"]
-
-
-@pytest.mark.parametrize("name", ["prediction", "top", "evidence"])
-def test_any_json_may_stand_in_a_record(name):
-    for value in (None, 3, [], {}, [None, None]):
-        assert fields(recorded(**{name: value})) != []
-
-
 def test_missing_and_unknown_keys_are_differences():
     old = recorded(note="trust me", schema=True)
     del old["margin"]

@@ -107,17 +107,3 @@ def test_a_sheet_shows_other_images_of_the_predicted_class_and_the_names_in_the_
     assert "This looks like that" in figure
     assert f"slot 0 in {own['image']}" not in figure
     assert f"slot 0 in {other['image']}" in figure
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ("nowhere", "nowhere: no such file or folder"),
-        ("empty --plain --out b/a", "no images in it"),
-    ],
-)
-def test_a_call_that_comes_to_nothing_leaves_nothing(run, place, arguments, complaint):
-    (place / "empty").mkdir()
-    before = sorted(place.rglob("*"))
-    assert complaint in run("atlas", *arguments.split(), code=2).stderr.splitlines()[-1]
-    assert sorted(place.rglob("*")) == before

@@ -83,11 +83,6 @@ def test_images_of_one_name_are_told_apart(opal, archived, exact_model, tmp_path
     assert opal("diff", "zip", "zip", "--fail-on", "any", cwd=archived).returncode == 0
 
 
-def test_images_that_were_not_given_are_not_checked(opal, archived, exact_model):
-    done = check(opal("verify", "zip", "in", "--model", exact_model, cwd=archived), 3)
-    assert "records were not checked" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -19,11 +19,6 @@ def read_figures(out):
     return json.loads((out / MARKER).read_text())["figures"]
 
 
-def run_demo(opal, out, *options):
-    done = check(opal("demo", "--out", out, *options))
-    return done.stderr, read_figures(out)
-
-
 def list_commands(printed):
     return [line.split()[2:] for line in printed.splitlines() if line.startswith("$ opal-deploy")]
 
@@ -84,7 +79,8 @@ def test_a_short_demo_runs_the_commands_that_it_prints_and_checks_its_records(op
 @pytest.mark.timeout(1200)
 def test_its_answers_are_right_for_the_right_reason_and_those_of_the_model_that_ships(opal, tmp_path):
     """The model that ships is the one of `make quick-model`: the demo of seed 0."""
-    _, figures = run_demo(opal, tmp_path / "demo")
+    check(opal("demo", "--out", tmp_path / "demo"))
+    figures = read_figures(tmp_path / "demo")
     distinguishing = figures["pointing_game"]["distinguishing_part"]
     assert figures["test_accuracy"] >= 0.95
     assert distinguishing["mean"] >= 2.5 * distinguishing["random"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.cli.calls import one_line, read_results
+from tests.cli.calls import one_line
 
 
 @pytest.fixture
@@ -46,26 +46,6 @@ def test_several_images_give_a_folder_of_sheets_and_a_bad_one_costs_only_itself(
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == ["000000-000.png", "000002-002.png"]
     assert [document["sheet"] for document in json.loads(done.stdout)] == [f"out/{name}" for name in names]
-
-
-def test_programs_read_what_the_record_says_and_the_names_of_slots(run, tmp_path):
-    tables = [f"[{label}]\n" + "".join(f'{i} = "part {i}"\n' for i in range(3)) for label in ("ash", "birch")]
-    (tmp_path / "names.toml").write_text("\n".join(tables))
-    documents = json.loads(run("explain in --slot-names names.toml --json").stdout)
-    run("infer in --out run")
-    for document, record in zip(documents, read_results(tmp_path / "run"), strict=True):
-        predicted, runner_up = document["predicted"], document["runner_up"]
-        assert document["image"] == record["image"]
-        assert document["margin"] == pytest.approx(record["margin"], abs=1e-5)
-        assert document["abstained"] is False
-        by_slot = sorted(predicted["slots"], key=lambda slot: slot["slot"])
-        for key in ("cell", "box"):
-            assert [slot[key] for slot in by_slot] == [slot[key] for slot in record["evidence"]]
-        for view, answer in ((predicted, record["prediction"]), (runner_up, record["top"][1])):
-            assert (view["class_id"], view["label"]) == (answer["class_id"], answer["label"])
-            assert sum(slot["contribution"] for slot in view["slots"]) == pytest.approx(answer["cosine"], abs=1e-6)
-            for slot in view["slots"]:
-                assert slot["name"] == (f"part {slot['slot']}" if view["label"] in ("ash", "birch") else None)
 
 
 def test_a_known_label_stands_beside_the_answer_with_a_mark(run, tmp_path):

@@ -36,19 +36,6 @@ def test_a_file_lands_beside_its_source_with_a_report_and_json(opal, folder):
     assert names(folder) == ["c.fp16.onnx", "c.onnx"]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("nowhere.pt", "nowhere.pt: no such file"), ("c.onnx", "not an ONNX file"), ("c.pth", "c.pth: "),
-     ("c.safetensors", "pretrained weights go to train --weights")],
-)  # fmt: skip
-def test_a_source_that_is_no_model_is_one_line(opal, tmp_path, name, message):
-    for noise in ("c.onnx", "c.pth", "c.safetensors"):
-        (tmp_path / noise).write_bytes(bytes(range(256)) * 20)
-    before = names(tmp_path)
-    assert message in one_line(opal("export", name, "--precision", "fp16", cwd=tmp_path))
-    assert names(tmp_path) == before
-
-
 def test_the_function_exports_what_the_command_exports_and_prints_nothing(exact_model, tmp_path, capsys):
     lines = []
     checkpoint, out = exact_model.with_suffix(".pt"), tmp_path / "c.onnx"
@@ -141,28 +128,6 @@ def test_an_onnx_file_needs_no_torch_and_the_document_names_engines_that_are_kep
     assert "Kept c.fp16.sm80.rtx.engine" in opal(*call, cwd=folder).stderr
     refused = one_line(opal(*call, "--batch", "1:1:1", cwd=folder))
     assert "c.fp16.sm80.rtx.engine: exists, from another graph, builder, GPU or options" in refused
-
-
-@needs_rtx
-def test_ctrl_c_while_the_builder_runs_exits_with_130_and_leaves_nothing(folder):
-    # the signal comes at a moment when native code is running
-    program = """
-import os, signal, sys
-from opal_deploy.export import builder
-make = builder._make_monitor
-def interrupting(trt, on_progress):
-    monitor = make(trt, on_progress)
-    monitor.phase_start = lambda phase, parent, steps: os.kill(os.getpid(), signal.SIGINT)
-    return monitor
-builder._make_monitor = interrupting
-sys.argv = ["opal-deploy", *sys.argv[1:]]
-from opal_deploy.cli import main; main()
-"""
-    command = [sys.executable, "-c", program, "export", "c.onnx", "--trt", *SMALL]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 130, done.stderr
-    assert "interrupted" in done.stderr
-    assert names(folder) == ["c.onnx"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """A bare `pip install opal-deploy`: help, and errors that name what to install."""
 
 import re
-from pathlib import Path
 
 import pytest
 from typer.main import get_command
@@ -10,7 +9,6 @@ from opal_deploy._version import __version__
 from opal_deploy.cli import app
 from tests.cli.calls import call_without, check, one_line
 
-ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "torchvision", "onnx", "onnxruntime", "onnxscript", "sklearn", "matplotlib", "safetensors")
 
 
@@ -39,17 +37,8 @@ def test_help_fits_80_columns_and_cuts_no_name_off(opal, monkeypatch, words, com
     assert "…" not in shown
 
 
-def test_the_options_of_train_are_in_groups(opal):
-    panels = re.findall(r"^(\w+):$", opal("train", "--help").stdout, re.MULTILINE)
-    assert panels == ["Arguments", "Basic", "Data", "Optimisation", "Advanced"]
-
-
-def test_help_lists_every_command_and_the_exit_codes_and_the_version_is_the_packages(opal):
-    shown = opal("--help").stdout
-    named = set(re.findall(r"^ {4}opal-deploy ([a-z]+)\b", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE))
-    assert len(named) > 1
-    assert named <= set(re.findall(r"^\W*([a-z]+) ", shown, re.MULTILINE))
-    assert "130 interrupted" in shown
+def test_help_lists_the_exit_codes_and_the_version_is_the_packages(opal):
+    assert "130 interrupted" in opal("--help").stdout
     assert opal("--version").stdout == f"opal-deploy {__version__}\n"
 
 
@@ -75,10 +64,7 @@ def test_a_missing_package_names_the_extra_to_install(exact_model, make_pictures
     [
         (["infer", "x", "--tpo", "3"], "--top); see opal-deploy infer --help"),
         (["infer", "x", "--batch", "y"], "'y': input should be a valid integer; see opal-deploy infer --help"),
-        (
-            ["train", "x", "--epochs", "-1"],
-            "'-1': input should be greater than or equal to 0; see opal-deploy train --help",
-        ),
+        (["train", "x", "--epochs", "-1"], "greater than or equal to 0; see opal-deploy train --help"),
         (["bench", "latency", "--batch"], "requires an argument; see opal-deploy --help"),
         (["bench", "nothing"], "no such command 'nothing'; see opal-deploy bench --help"),
         (["predict", "a.jpg"], "no such command 'predict'. Did you mean 'infer'? See opal-deploy --help"),

@@ -1,19 +1,17 @@
-"""`infer` that is killed, interrupted, or out of room: the same command goes on, and nothing is lost or doubled."""
+"""`infer` that is killed or interrupted: the same command goes on, and nothing is lost or doubled."""
 
 import json
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import IO, cast
 
 import pytest
 
-from tests.cli.calls import MAIN, check, read_results
+from tests import runs
+from tests.cli.calls import check, read_results
 
 IMAGES = 100
 EXPLAIN = ("--explain", "--format", "csv")
@@ -29,30 +27,20 @@ def many(tmp_path_factory, make_pictures):
     return folder
 
 
-class Infer:
-    """`infer` on these images, in a folder of its own."""
+class Infer(runs.Infer):
+    """`infer` on these images, in a folder of its own: in this process, or in another one that `start` returns."""
 
     def __init__(self, cwd, model, pictures, opal):
-        self.cwd, self._opal = cwd, opal
-        (cwd / "in").symlink_to(pictures)
-        self._fixed = ["in/", "--model", str(model), "--threads", "1", "--workers", "2"]
+        super().__init__(cwd, model, pictures)
+        self.fixed, self._opal = ["in/", "--model", str(model), "--threads", "1", "--workers", "2"], opal
 
     def __call__(self, *arguments, out="out"):
-        return self._opal("infer", *self._fixed, *(["--out", out] if out else []), *arguments, cwd=self.cwd)
+        return self._opal("infer", *self.fixed, *(["--out", out] if out else []), *arguments, cwd=self.cwd)
 
-    def start(self, *arguments, before="", prefix=()):
-        """Start a process that first runs the Python code `before`; `prefix` is a command that runs another one."""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
-        return subprocess.Popen(
-            [*prefix, sys.executable, "-c", before + MAIN, "infer", *self._fixed, "--out", "out", *arguments],
-            cwd=self.cwd,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            # a shell may have told its background jobs to ignore it
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
+    def start(self, *arguments, before=""):
+        # a shell may have told its background jobs to ignore the signal
+        default = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        return super().start("out", *arguments, before=default + before)
 
     def count(self):
         """Return the number of lines of results.jsonl."""
@@ -64,9 +52,6 @@ class Infer:
         deadline = time.monotonic() + 60
         while self.count() < count and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.002)
-
-    def summary(self, folder="out"):
-        return json.loads((self.cwd / folder / "summary.json").read_text())
 
 
 @pytest.fixture
@@ -82,18 +67,18 @@ def clean(tmp_path_factory, exact_model, many, opal):
     return cwd / "out"
 
 
-def assert_goes_on(infer, clean, out="out"):
+def assert_goes_on(infer, clean):
     """Run the same command to its end, with the files of the clean run; return what it says."""
 
     def files(root):
         return {path.relative_to(root) for path in root.rglob("*") if path.is_file() and path.name != ".lock"}
 
-    done = check(infer(*EXPLAIN, out=out), 3)
-    assert files(infer.cwd / out) == files(clean)
+    done = check(infer(*EXPLAIN), 3)
+    assert files(infer.cwd / "out") == files(clean)
     # report and summary name times and commands
     for name in files(clean) - {Path("report.html"), Path("run.json"), Path("summary.json")}:
-        assert (infer.cwd / out / name).read_bytes() == (clean / name).read_bytes(), name
-    one, other = infer.summary(out), json.loads((clean / "summary.json").read_text())
+        assert (infer.cwd / "out" / name).read_bytes() == (clean / name).read_bytes(), name
+    one, other = infer.summary("out"), json.loads((clean / "summary.json").read_text())
     for key in ("complete", "images", "statuses", "errors", "classes", "results_bytes"):
         assert one[key] == other[key], key
     assert one["complete"] is True
@@ -119,48 +104,6 @@ def test_killed_at_random_moments_it_ends_like_a_run_that_was_not(infer, clean, 
     assert_goes_on(infer, clean)
 
 
-@pytest.mark.parametrize(
-    "before",
-    [
-        pytest.param("import opal_deploy.run.infer as i; i.RecordWriter = die", id="before the first record",
-                     marks=pytest.mark.slow),
-        pytest.param("import pathlib\nn, old = [0], pathlib.Path.replace\n"
-                     "def thirtieth(*a): n[0] += 1; return old(*a) if n[0] < 30 else die()\n"
-                     "pathlib.Path.replace = thirtieth", id="between an overlay and its name", marks=pytest.mark.slow),
-        pytest.param("import opal_deploy.visualization.report as r; r.ReportWriter._render = die", id="in the report"),
-        pytest.param("import opal_deploy.records.tables as t; t._open_csv = die", id="in a table",
-                     marks=pytest.mark.slow),
-        pytest.param("import opal_deploy.run.directory as f; f.RunDirectory.write_summary = die",
-                     id="before the summary", marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-def test_killed_between_two_steps_it_goes_on_there(infer, clean, before):
-    die = "import os, signal; die = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)\n"
-    with infer.start(*EXPLAIN, before=f"{die}{before}\n") as process:
-        process.communicate(timeout=120)
-    assert process.returncode == -signal.SIGKILL
-    assert_goes_on(infer, clean)
-
-
-# without the capabilities by which root writes to any folder
-RESTRICTED = () if os.geteuid() else ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
-
-
-@pytest.mark.skipif(bool(RESTRICTED) and shutil.which("setpriv") is None, reason="as root it takes setpriv")
-def test_a_folder_that_becomes_read_only_stops_it_in_one_line(infer, clean):
-    before = (
-        "import os\nfrom opal_deploy.run.directory import RunDirectory as D\nwrite = D.write_summary\n"
-        "D.write_summary = lambda *a, **k: (os.chmod('out', 0o555), write(*a, **k))[1]\n"
-    )
-    with infer.start(*EXPLAIN, before=before, prefix=RESTRICTED) as process:
-        _, said = process.communicate(timeout=120)
-    assert process.returncode == 5, said
-    assert said.splitlines()[-1].startswith("opal-deploy: out/summary.json: cannot be written (Permission denied); ")
-    assert "; the same command resumes" in said.splitlines()[-1]
-    (infer.cwd / "out").chmod(0o755)
-    assert_goes_on(infer, clean)
-
-
 def slow_batches(seconds):
     """A program that keeps every batch but the first three in work for so long."""
     return (
@@ -181,13 +124,13 @@ def test_a_signal_ends_it_in_good_order_and_says_how_to_go_on(infer, clean, numb
     count = infer.count()
     assert 5 <= count < IMAGES
     assert f"Interrupted: {count} records are in out; the same command resumes" in said
-    document = infer.summary()
+    document = infer.summary("out")
     assert (document["complete"], document["stopped"], document["images"]) == (False, "interrupted", count)
     assert not (infer.cwd / "out/report.html").exists()
     said = assert_goes_on(infer, clean)
     assert f"out: {count} records are there already\n" in said
     assert f"{IMAGES} images ({count} of them before) in" in said
-    document = infer.summary()
+    document = infer.summary("out")
     assert (len(document["resumed"]), document["new_images"]) == (1, IMAGES - count)
 
 
@@ -204,47 +147,17 @@ def test_a_second_signal_ends_it_at_once_with_whole_records(infer):
     assert (infer.cwd / "out/results.jsonl").read_bytes().endswith(b"}\n")
 
 
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory, exact_model, many, opal):
-    """The output of a run that stopped after a few records."""
-    first = Infer(tmp_path_factory.mktemp("stopped"), exact_model, many, opal)
-    check(first("--max-errors", "0"), 5)
-    assert 0 < first.count() < IMAGES
-    return first.cwd / "out"
-
-
-@pytest.fixture
-def begun(infer, stopped):
-    """Where such a run can go on."""
-    shutil.copytree(stopped, infer.cwd / "out")
-    return infer
-
-
-def test_too_many_errors_stop_it_and_a_higher_limit_goes_on(begun, clean):
-    again = begun("--max-errors", "0")
-    assert again.returncode == 5
-    last = again.stderr.splitlines()[-1]
-    assert "1 of 8 images failed, more than --max-errors 0; most often not_an_image (1)" in last
-    assert "the same command resumes" in last
+def test_too_many_errors_stop_it_and_a_higher_limit_goes_on(infer, clean):
+    for _ in range(2):
+        last = check(infer("--max-errors", "0"), 5).stderr.splitlines()[-1]
+        assert "1 of 8 images failed, more than --max-errors 0; most often not_an_image (1)" in last
+        assert "the same command resumes" in last
     # options that change no record
-    assert begun("--max-errors", "10", "--batch", "3", "--workers", "1", "--no-isolate").returncode == 3
+    check(infer("--max-errors", "10", "--batch", "3", "--workers", "1", "--no-isolate"), 3)
     expected = read_results(clean)
     for record in expected:
         record.pop("overlay", None)
-    assert read_results(begun.cwd / "out") == expected
-
-
-def test_another_run_is_refused_and_overwriting_begins_anew(begun):
-    out = begun.cwd / "out"
-    before = (out / "results.jsonl").read_bytes()
-    refused = check(begun("--top", "2", "--decode", "exact"), 2)
-    assert "out: it holds another run: --top 5 there, 2 here; --decode default there, exact" in refused.stderr
-    assert (out / "results.jsonl").read_bytes() == before
-    done = begun("--overwrite", "--max-errors", "0", "--top", "2")
-    assert done.returncode == 5
-    assert "the same command without --overwrite resumes" in done.stderr
-    assert len(read_results(out)[0]["top"]) == 2
-    assert json.loads((out / "run.json").read_text())["run"]["top"] == 2
+    assert read_results(infer.cwd / "out") == expected
 
 
 def test_a_finished_run_is_not_computed_again_and_ends_as_it_ended(infer, clean):
@@ -269,32 +182,3 @@ def test_without_out_results_go_to_a_folder_that_holds_one_run(infer):
     assert infer(out=None).returncode == 3
     assert infer.summary("explanations")["complete"] is True
     assert "explanations: it holds another run" in check(infer("--top", "2", out=None), 2).stderr
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of its own with little room."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = shutil.which("mount")
-    if mount is None or sys.platform != "linux":
-        pytest.skip("no mount")
-    done = subprocess.run([mount, "-t", "tmpfs", "-o", "size=512k", "none", str(place)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
-
-
-def test_a_full_disk_stops_it_in_one_line_and_room_lets_it_go_on(infer, clean, small_disk):
-    done = infer(*EXPLAIN, out="small/out")
-    assert done.returncode == 5
-    assert "Traceback" not in done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert "No space left on device" in last
-    assert "make room and run again; the same command resumes" in last
-    assert (small_disk / "out/results.jsonl").read_bytes().endswith(b"}\n")
-    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
-    assert_goes_on(infer, clean, "small/out")

@@ -1,22 +1,14 @@
 """`infer --sheets` and `--slot-names`: what they add, what they refuse, and how they go on."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 
 import pytest
 
-from tests.cli.calls import MAIN, one_line, read_results
+from tests.cli.calls import read_results
 
 IMAGES, BROKEN = 8, 3
 BEAKS = "".join(f"[{label}]\n0 = 'beak'\n2 = 'wing tip'\n" for label in ("ash", "birch"))
-
-
-def configuration(out):
-    return json.loads((out / "run.json").read_text())["run"]
 
 
 def files(root):
@@ -56,17 +48,6 @@ def infer(opal, exact_model, out):
 
 
 @pytest.fixture
-def explained(infer, out):
-    """The sheets of `explain`, by their names."""
-
-    def run(*arguments, **options):
-        infer("--out", "e", *arguments, command="explain", **options)
-        return files(out.with_name("e"))
-
-    return run
-
-
-@pytest.fixture
 def begun(place, out):
     """The run with sheets, as if it had ended before its summary."""
     shutil.copytree(place / "sheets", out)
@@ -74,8 +55,9 @@ def begun(place, out):
     return out
 
 
-def test_sheets_are_those_of_explain_and_a_run_without_them_shows_no_trace(place, explained):
-    expected = explained()
+def test_sheets_are_those_of_explain_and_a_run_without_them_shows_no_trace(infer, out, place):
+    infer("--out", "e", command="explain")
+    expected = files(out.with_name("e"))
     assert len(expected) == IMAGES - 1
     assert files(place / "sheets/sheets") == expected
     found = read_results(place / "sheets")
@@ -84,7 +66,7 @@ def test_sheets_are_those_of_explain_and_a_run_without_them_shows_no_trace(place
     assert found == read_results(place / "plain")
     assert {name.partition("/")[0] for name in files(place / "sheets")} == {"results.jsonl", "sheets"}
     assert set(files(place / "plain")) == {"results.jsonl"}
-    assert {"sheets", "slot_names"}.isdisjoint(configuration(place / "plain"))
+    assert {"sheets", "slot_names"}.isdisjoint(json.loads((place / "plain/run.json").read_text())["run"])
 
 
 def test_names_alone_are_in_the_records_and_nothing_is_drawn(infer, place, out):
@@ -97,13 +79,6 @@ def test_names_alone_are_in_the_records_and_nothing_is_drawn(infer, place, out):
         assert [slot.get("name") for slot in record.get("evidence", [])] in ([None, "tail", None], [])
 
 
-def test_names_of_another_model_are_refused_before_anything_is_written(infer, out):
-    out.with_name("oak.toml").write_text("[oak]\n")
-    before = sorted(out.parent.rglob("*"))
-    assert "'oak'" in one_line(infer("--slot-names", "oak.toml", code=2))
-    assert sorted(out.parent.rglob("*")) == before
-
-
 def test_a_record_whose_sheet_was_lost_is_made_again_with_all_after_it(infer, place, begun):
     number = 4
     sheet = begun / f"sheets/{number:06}-{number:03}.png"
@@ -113,31 +88,6 @@ def test_a_record_whose_sheet_was_lost_is_made_again_with_all_after_it(infer, pl
     assert f"{IMAGES} images ({number} of them before)" in done.stderr
     assert files(begun) == files(place / "sheets")
     assert json.loads((begun / "summary.json").read_text())["images"] == IMAGES
-
-
-# in the middle of the sheets, between the writing of one and its getting its name
-KILL = """
-import os, pathlib, signal
-n, old = [0], pathlib.Path.replace
-def replace(self, target):
-    n[0] += ".png.part" in self.name
-    if n[0] == 6:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return old(self, target)
-pathlib.Path.replace = replace
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGKILL")
-def test_killed_between_two_sheets_it_ends_like_a_run_that_was_not(infer, exact_model, place, out):
-    call = ["infer", "in/", "--model", str(exact_model), "--threads", "1", "--out", "out", "--sheets"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", KILL + MAIN, *call]
-    died = subprocess.run(command, cwd=out.parent, env=environment, capture_output=True, timeout=120)
-    assert died.returncode == -signal.SIGKILL
-    assert list((out / "sheets").glob(".*.part"))
-    infer("--sheets")
-    assert files(out) == files(place / "sheets")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-import yaml
 
 from tests.cli.calls import one_line
 
@@ -44,13 +43,12 @@ def test_a_damaged_model_is_shown_as_damaged(opal, exact_model, tmp_path):
     [
         ("m.onnx", lambda path: None, "no such file; expected an ONNX file, an engine or a checkpoint"),
         ("m.txt", lambda path: path.write_text("x"), "expected .onnx, .engine, .pt or .pth"),
-        ("m.onnx", lambda path: path.write_bytes(bytes(range(256)) * 20), "not an ONNX file"),
         ("m.pt", lambda path: torch.save({"config": {"lr": 1}, "state_dict": {"a": torch.zeros(2)}}, path),
          "no tensors in it; expected a checkpoint or a state dict"),
         ("m.pt", lambda path: torch.save({"format": "opal-deploy checkpoint", "state_dict": {}, "config": {}}, path),
          "an opal-deploy checkpoint with parts missing; train or copy it again"),
     ],
-    ids=["missing", "another kind", "noise", "another program's", "parts missing"],
+    ids=["missing", "another kind", "another program's", "parts missing"],
 )  # fmt: skip
 def test_what_is_no_model_is_refused_in_one_line(opal, tmp_path, file, write, message):
     write(tmp_path / file)
@@ -59,15 +57,5 @@ def test_what_is_no_model_is_refused_in_one_line(opal, tmp_path, file, write, me
     assert message in line
 
 
-def test_a_state_dict_with_a_strange_anchor_is_no_opal_checkpoint(opal, tmp_path):
-    state = {"classifier.prototypes": torch.zeros(0), "final_conv_layer.weight": torch.zeros(2)}
-    torch.save(state, tmp_path / "m.pt")
-    done = opal("inspect", tmp_path / "m.pt")
-    assert done.returncode == 0
-    assert "not an OPAL checkpoint" in done.stderr
-
-
 def test_a_card_names_what_was_not_measured(opal, exact_model):
-    _, front, text = opal("inspect", exact_model, "--card").stdout.split("---\n", 2)
-    assert yaml.safe_load(front)["pipeline_tag"] == "image-classification"
-    assert "unknown whether the boxes show what drives the prediction" in text
+    assert "metrics: not recorded in the file" in opal("inspect", exact_model, "--card").stdout

@@ -3,19 +3,15 @@
 import json
 import re
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from opal_deploy.artifact.files import compute_sha256
-from opal_deploy.auditing.verify_records import CheckOptions, verify_records
 from opal_deploy.records.signatures import PublicKeys
 from tests.cli.calls import check, one_line, read_results
 from tests.records.test_signatures import write
-from tests.runs import Infer
 
 CPU = ("--device", "cpu", "--threads", "1")
 NODE = shutil.which("node")
@@ -82,58 +78,12 @@ def last_line(done, code=4):
     return done.stderr.splitlines()[-1]
 
 
-CHANGED = "changed after it was signed"
-
-
-def change(**fields):
-    return lambda record: {**record, **fields}
-
-
-def resign(**fields):
-    return lambda record: {**record, "signature": {**record["signature"], **fields}}
-
-
-def without(key):
-    return lambda record: {name: value for name, value in record.items() if name != key}
-
-
-# what was done to a record, and how the line that names it goes on
-TAMPERED = {
-    "predicted label": (lambda r: {**r, "prediction": {**r["prediction"], "label": "oak"}},
-                        f"{CHANGED}; prediction.label is recorded as 'oak'"),
-    "score": (lambda r: {**r, "evidence": [{**r["evidence"][0], "score": 0.5}, *r["evidence"][1:]]},
-              f"{CHANGED}; evidence[0].score is recorded as 0.5"),
-    "digest of the model": (change(model_sha256="0" * 64), f"{CHANGED}; made by another model"),
-    "label, which no model computes": (change(label="birch"), CHANGED),
-    "a new field": (change(note=1), CHANGED),
-    "time": (resign(time="2020-01-01T00:00:00+00:00"), CHANGED),
-    "key": (resign(key="0" * 64), "signed with another key, 0000"),
-    "algorithm": (resign(algorithm="none"), "signed with 'none'; expected ed25519"),
-    "signature": (without("signature"), "it is not signed"),
-    "answer": (without("prediction"), "not a complete record"),
-}  # fmt: skip
-
-
-def test_every_change_is_found_and_named(signed, verify, exact_model, exact_session, folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    first, second, *_ = read_results(signed)
-    records = [tamper(first) for tamper, _ in TAMPERED.values()]
-    # a signature of another record of the run
-    records.append({**first, "signature": second["signature"]})
-    path = folder / "tampered.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in (*records, first)))
-    check = CheckOptions(compute_sha256(exact_model), public_keys=PublicKeys([folder / "key-public.pem"]))
-    findings = {finding.line: str(finding) for finding in verify_records(path, exact_session, check).findings}
-    expected = [*(words for _, words in TAMPERED.values()), CHANGED]
-    for line, words in enumerate(expected, 1):
-        name = None if "complete" in words else first["image"]
-        assert findings.pop(line).startswith(f"line {line}, {name}: {words}")
-    assert not findings
-    # also where no record is computed again
-    assert len(verify_records(path, exact_session, check, frozenset()).findings) == len(expected)
-    done = verify(path)
-    assert done.returncode == 4
-    assert "records have no valid signature" in done.stderr.splitlines()[-1]
+def test_a_changed_record_is_found_also_where_no_model_computes_the_field(signed, verify, folder):
+    changed = {**read_results(signed)[0], "label": "birch"}
+    (folder / "changed.jsonl").write_text(json.dumps(changed) + "\n")
+    done = verify(folder / "changed.jsonl")
+    assert "1 of 1 records have no valid signature" in last_line(done)
+    assert "changed after it was signed" in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [("--shards", "2"), ("--explain", "--sheets", "--format", "parquet")])
@@ -143,41 +93,25 @@ def test_every_way_of_running_signs_its_records(infer, folder, arguments):
     assert set(faults(folder / out, folder)) == {""}
 
 
-@pytest.mark.timeout(120)
-def test_a_killed_run_continues_with_the_same_key_only(opal, exact_model, make_pictures, folder, tmp_path):
-    make_pictures(tmp_path / "pictures", 60)
-    infer = Infer(tmp_path, exact_model, tmp_path / "pictures")
-    sign = ("--sign", str(folder / "key.pem"))
-    process = infer.start("out", *sign)
-    infer.wait_for("out", 10, process)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    before = read_results_so_far(tmp_path / "out")
-    assert 0 < len(before) < 60
-    for other in ((), ("--sign", str(folder / "other.pem"))):
-        done = infer("out", *other)
-        assert re.search(r"it holds another run: --sign [0-9a-f]+\.* there, ", one_line(done))
-    check(infer("out", *sign))
-    records = read_results(tmp_path / "out")
-    assert (len(records), records[: len(before)]) == (60, before)
-    assert set(faults(tmp_path / "out", folder)) == {""}
-    run = (tmp_path / "out/run.json").read_text()
-    assert json.loads(run)["run"]["sign"] == records[0]["signature"]["key"]
-    secret = (folder / "key.pem").read_text().splitlines()[1]
-    for path in (tmp_path / "out").rglob("*"):
-        assert not path.is_file() or secret.encode() not in path.read_bytes()
-
-
-def read_results_so_far(out):
-    lines = (out / "results.jsonl").read_bytes().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+def test_a_run_that_ended_early_continues_with_the_same_key_only(infer, folder):
+    # one image is broken
+    infer("early", "--max-errors", "0", "--batch", "1", code=5)
+    for other in (None, "other.pem"):
+        assert "it holds another run: --sign " in one_line(infer("early", key=other, code=2))
+    infer("early")
+    assert faults(folder / "early", folder) == [""] * 4
+    run = json.loads((folder / "early/run.json").read_text())
+    assert run["run"]["sign"] == read_results(folder / "early")[0]["signature"]["key"]
+    secret = (folder / "key.pem").read_bytes().splitlines()[1]
+    assert all(secret not in path.read_bytes() for path in (folder / "early").rglob("*") if path.is_file())
 
 
 def test_signatures_change_nothing_else(opal, infer, signed, folder):
     infer("unsigned", "--format", "csv", "--labels", "folders", key=None)
     plain = folder / "unsigned"
-    assert [without("signature")(record) for record in read_results(signed)] == read_results(plain)
+    records = read_results(signed)
+    assert all(record.pop("signature") for record in records)
+    assert records == read_results(plain)
     assert (signed / "results.csv").read_bytes() == (plain / "results.csv").read_bytes()
     check(opal("diff", plain, signed, "--fail-on", "any"))
     both = [check(opal("convert", out, "--to", "coco")).stdout for out in (plain, signed)]

@@ -8,17 +8,15 @@ import httpx
 import numpy as np
 import onnx
 import pytest
-import torch
 from PIL import Image
 
 import opal_deploy
 from opal_deploy.artifact import onnx_file
-from opal_deploy.bench.networks import update_batch_norms
 from opal_deploy.model.checkpoint import Checkpoint, save
-from opal_deploy.model.config import HeadConfig, NetworkConfig
-from opal_deploy.model.network import OpalNetwork
-from opal_deploy.synthetic import example_images, generate_dataset
+from opal_deploy.model.config import HeadConfig
+from opal_deploy.synthetic import generate_dataset
 from tests.browser import ORT_WEB, needs_ort_web
+from tests.builders import build_random_network
 from tests.cli.calls import check, one_line, read_results
 from tests.server.test_process import serving
 
@@ -33,10 +31,7 @@ def folder(opal, tmp_path_factory):
     folder = tmp_path_factory.mktemp("unknown")
     counts = {"train_per_class": 8, "val_per_class": 10, "test_per_class": 3}
     data = generate_dataset(folder / "data", num_species=3, size=(64, 64), **counts)
-    torch.manual_seed(0)
-    head = HeadConfig(prototypes_per_class=2)
-    network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", 3, (64, 64), head, stride=8))
-    update_batch_norms(network, example_images(32, 64, 64))
+    network = build_random_network(3, HeadConfig(prototypes_per_class=2), (64, 64), stride=8)
     save(folder / "model.pt", Checkpoint(network, list(data.classes)))
     check(opal("evaluate", folder / "data", "--model", folder / "model.pt", "--split", "val", "--record", *CPU))
     check(opal("export", folder / "model.pt", "--threads", "1"))
@@ -140,6 +135,7 @@ def test_other_forms_of_the_graph_keep_the_output(opal, infer, folder, records):
     expected = [record["ood_score"] for record in records]
     assert [record["ood_score"] for record in found] == pytest.approx(expected, abs=1e-2)
     assert "noise.png" in unknown(found)
+    check(opal("verify", out, "--model", name, "--all", *CPU, cwd=folder))
 
 
 def test_a_file_without_the_output_holds_no_features(opal, folder):

@@ -23,15 +23,13 @@ def test_an_intact_file_passes(opal, exact_model):
     ("change", "code", "message"),
     [
         ("none", 2, "this is another file"),
-        ("flipped", 2, "do not match the digest"),
         # edited and given a new digest: the digest is right, the outputs are not
         ("edited", 4, "does not reproduce its own test vectors"),
     ],
 )
 def test_another_file_is_refused_in_one_line(opal, exact_model, tmp_path, change, code, message):
-    path, content = tmp_path / "m.onnx", bytearray(exact_model.read_bytes())
-    content[len(content) // 4] ^= 0x10 if change == "flipped" else 0
-    path.write_bytes(content)
+    path = tmp_path / "m.onnx"
+    path.write_bytes(exact_model.read_bytes())
     if change == "edited":
         model, metadata = onnx.load(exact_model), onnx_file.read_metadata(exact_model)
         (weight,) = [t for t in model.graph.initializer if t.name.endswith("projection.weight")]

@@ -4,16 +4,13 @@ import pytest
 import torch
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.bench.networks import update_batch_norms
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.evaluation.session import load_pixels
 from opal_deploy.export.api import export_model
 from opal_deploy.model.checkpoint import Checkpoint, save
-from opal_deploy.model.config import HeadConfig, NetworkConfig
-from opal_deploy.model.network import OpalNetwork
-from opal_deploy.synthetic import example_images, generate_dataset
-
-M = 3
+from opal_deploy.model.config import HeadConfig
+from opal_deploy.synthetic import generate_dataset
+from tests.builders import build_random_network
 
 
 @pytest.fixture(scope="package")
@@ -23,10 +20,7 @@ def files(tmp_path_factory):
     data = generate_dataset(
         folder / "data", num_species=3, train_per_class=1, val_per_class=17, test_per_class=1, size=(64, 64)
     )
-    torch.manual_seed(0)
-    head = HeadConfig(prototypes_per_class=3)
-    network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", 3, (64, 64), head, stride=8))
-    update_batch_norms(network, example_images(32, 64, 64))
+    network = build_random_network(3, HeadConfig(prototypes_per_class=3), (64, 64), stride=8)
     _train(network, read_dataset(folder / "data").val)
     save(folder / "model.pt", Checkpoint(network, list(data.classes)))
     export_model(folder / "model.pt", threads=1, log=print)

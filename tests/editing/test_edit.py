@@ -13,11 +13,11 @@ from opal_deploy.editing.api import edit_model
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.api import evaluate_model
 from opal_deploy.evaluation.calibration import calibrate
+from opal_deploy.evaluation.metrics import summarize_risk
 from opal_deploy.export.api import export_model
 from opal_deploy.model import checkpoint
 from opal_deploy.model.checkpoint import save
 from opal_deploy.runtime.select import open_sessions, read_model_metadata
-from opal_deploy.statistics import compute_risk_curve
 from opal_deploy.synthetic import example_images
 from tests.cli.calls import read_results
 from tests.conftest import LEFT
@@ -75,7 +75,7 @@ def test_edits_add_up_and_figures_of_the_parent_are_marked_or_left_out(files, na
     noise = np.random.default_rng(0).normal(size=(200, 3))
     old = calibrate((noise + np.eye(3)[labels]).astype(np.float32), labels)
     assert old.temperature is not None
-    risk = compute_risk_curve(np.linspace(0, 1, 200), labels > 0).summary()
+    risk = summarize_risk(np.linspace(0, 1, 200), labels > 0)
     save(parent, replace(checkpoint.load(files / "model.pt"), calibration=old, metrics={"val_risk": risk}))
     edit_model(parent, drop=[(names[0], 0)], out=first, threads=1, log=lines.append)
     assert "evaluate DATA --model" in lines[-1]
@@ -96,10 +96,7 @@ REFUSED = [
     (["--drop", "{0}/1", "--out", "model.pt", "--overwrite"], "this call reads that file"),
     (["--out", "x.pt"], "nothing to do"),
     (["--suggest"], "--suggest: needs labelled images; add --data"),
-    (
-        ["--drop", "{0}/1", "--annotations", "x.json", "--no-boxes", "--out", "x.pt"],
-        "--no-boxes, --annotations: nothing",
-    ),
+    (["--drop", "{0}/1", "--annotations", "x.json", "--no-boxes", "--out", "x.pt"], "--annotations: nothing"),
 ]
 
 

@@ -25,7 +25,8 @@ from opal_deploy.run.setup import RunOptions
 from opal_deploy.sources.image import InputImage
 from opal_deploy.visualization.atlas.collector import AtlasCollector
 from opal_deploy.visualization.atlas.storage import write_atlas
-from tests.bright import BrightSession, read_results, save, write_run
+from tests.bright import BrightSession, save, write_run
+from tests.cli.calls import read_results
 
 
 @pytest.fixture

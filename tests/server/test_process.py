@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -61,13 +60,6 @@ def test_a_stopping_server_listens_while_it_is_not_ready_and_a_second_signal_end
             assert httpx.get(f"{url}/v2/health/ready").status_code == 503
             process.terminate()
             assert process.wait(60) == ExitCode.INTERRUPTED
-
-
-def test_without_a_model_the_newest_exported_run_is_served(exact_model, tmp_path):
-    (tmp_path / "runs/mine").mkdir(parents=True)
-    shutil.copy(exact_model, tmp_path / "runs/mine/best.onnx")
-    with serving("--device", "cpu", cwd=tmp_path) as (_, url):
-        assert httpx.get(f"{url}/v2/models/best/ready").status_code == 200
 
 
 def test_a_lost_device_ends_the_process_as_stopped_early():

@@ -1,6 +1,5 @@
 import io
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -126,13 +125,6 @@ def test_encoded_overlays_are_jpegs_that_keep_the_lines_colours(make_record):
     decoded = Image.open(io.BytesIO(encode_jpeg(draw_overlay(Image.new("RGB", SIZE, "#777"), record))))
     assert decoded.format == "JPEG"
     assert np.abs(np.subtract(decoded.getpixel((300, 200)), slot_color(1))).max() < 40
-
-
-def test_threads_draw_the_same_image(make_record):
-    jobs = [(photograph((200 + 10 * i, 300)), make_record((200 + 10 * i, 300))) for i in range(8)]
-    alone = [encode_jpeg(draw_overlay(*job)) for job in jobs]
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda job: encode_jpeg(draw_overlay(*job)), jobs)) == alone
 
 
 @pytest.mark.parametrize(

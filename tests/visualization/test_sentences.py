@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from opal_deploy.visualization.sentences import GLOSSARY, describe_answer, headline
+from opal_deploy.visualization.sentences import GLOSSARY, describe_answer
 
 SIZE = (300, 300)
 PAGE = Path(__file__).parents[2] / "docs/reference/glossary.md"
@@ -48,18 +48,6 @@ def test_a_record_says_only_what_it_has_figures_for(record, make_record, answer_
     assert len(describe_answer(lonely)) == 1
     broken = replace(record, evidence=(replace(record.evidence[0], contribution=math.nan), *record.evidence[1:]))
     assert len(describe_answer(broken)) == 1
-
-
-@pytest.mark.parametrize(
-    ("status", "words"),
-    [
-        ("ok", ("Ani", "")),
-        ("unknown", ("Unknown", "closest class: Ani")),
-        ("abstained", ("Not sure", "closest class: Ani")),
-    ],
-)
-def test_a_refused_answer_does_not_lead_with_its_class(status, words):
-    assert headline(status, "Ani") == words
 
 
 def test_the_glossary_page_has_the_words_and_sentences_of_the_tooltips():

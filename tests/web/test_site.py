@@ -121,6 +121,7 @@ class TestPage:
                 assert answer.pop(key) == pytest.approx(one.pop(key), abs=1e-5)
             assert answer == one
 
+    @pytest.mark.slow
     def test_shared_prototypes_are_answered_listed_and_switched_off(self, visit, tmp_path, opal):
         Theirs("pip").save_cabrnet(tmp_path)
         arguments = ("--arch", "model_arch.yml", "--size", "96", "--threads", "1")
@@ -152,6 +153,7 @@ class TestPage:
             if int(PIL.__version__.split(".")[0]) >= 13 or height <= width:
                 assert resized == expected.ravel().tolist()
 
+    @pytest.mark.slow
     def test_slots_are_switched_off_in_closed_form(self, site, visit):
         page = visit(site, width=360)
         page.locator("#examples button").first.click()
@@ -173,6 +175,7 @@ class TestPage:
         page.keyboard.press("Space")
         expect(page.locator("#permanent")).to_be_hidden()
 
+    @pytest.mark.slow
     def test_a_covered_picture_is_asked_again(self, site, visit):
         page = visit(site)
         page.locator("#examples button").first.click()
@@ -187,6 +190,7 @@ class TestPage:
         expect(page.locator("#status")).to_contain_text("Covered: ")
         assert json.loads(page.locator("#record").text_content())["evidence"][0]["score"] != score
 
+    @pytest.mark.slow
     def test_the_camera_takes_a_picture(self, site, visit):
         page = visit(site)
         page.locator("#camera").click()
@@ -206,6 +210,7 @@ class TestPage:
         assert record["prediction"]["label"] == expected["prediction"]["label"]
         assert [slot["cell"] for slot in record["evidence"]] == [slot["cell"] for slot in expected["evidence"]]
 
+    @pytest.mark.slow
     def test_patches_a_margin_and_webgpu(self, site, exact_model, visit, make_pictures, tmp_path):
         make_pictures(tmp_path / "photos", 12)
         atlas = create_atlas(
@@ -227,6 +232,7 @@ class TestPage:
         page = visit(folder)
         expect(page.locator("#checked")).to_contain_text(re.compile(r"WebAssembly, 1 thread; WebGPU: "))
 
+    @pytest.mark.slow
     def test_a_crop_has_the_record_that_infer_writes_and_is_set_by_mouse_keys_and_fingers(
         self, site, exact_model, visit, tmp_path
     ):
@@ -277,6 +283,7 @@ class TestPage:
         if AXE.is_file():
             assert find_violations(page) == []
 
+    @pytest.mark.slow
     def test_of_many_files_each_is_answered_or_refused_with_its_reason(self, site, visit, tmp_path):
         (tmp_path / "note.jpg").write_text("no picture")
         Image.new("1", (20_000, 20_000)).save(tmp_path / "large.png")
@@ -360,16 +367,6 @@ def test_a_folder_that_is_no_site_is_refused(exact_model, tmp_path):
     for path in (tmp_path / ("n" * 256), Path("/dev/null/x")):
         with pytest.raises(UsageError, match="cannot be written"):
             _write(exact_model, path)
-
-
-@needs_ort_web
-def test_a_link_to_an_empty_folder_is_followed(exact_model, tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty/.opal-web-left").mkdir()
-    (tmp_path / "link").symlink_to("empty")
-    assert "index.html" in _write(exact_model, tmp_path / "link")
-    assert (tmp_path / "link").is_symlink()
-    assert not (tmp_path / "empty/.opal-web-left").exists()
 
 
 @needs_ort_web

@@ -183,6 +183,7 @@ def test_the_page_shows_every_patch_and_escapes_what_things_are_called(tmp_path)
     assert not re.search(r"https?://", text)
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [360, 1280])
 def test_the_page_fits_and_shows_names_whole(open_page, tmp_path, width):

@@ -50,6 +50,7 @@ def report(tmp_path_factory, make_record):
     return path
 
 
+@pytest.mark.slow
 def test_receptive_fields_are_shown_on_demand_on_cards_and_in_the_dialog(open_page, make_record, tmp_path):
     path, record = tmp_path / "report.html", make_record((300, 400), [(2, 2), (2, 2), (0, 0)])
     with ReportWriter(path, ReportOptions(field=EffectiveField(2, 0.5, (5, 5)))) as writer:
@@ -76,6 +77,7 @@ def choose_order(page, value):
     page.check(f"[name=sort][value={value}]")
 
 
+@pytest.mark.slow
 def test_boxes_can_be_hidden_or_shown_alone_where_the_page_draws_them(open_page, write_report, make_record):
     record = make_record(SIZE, [(0, 0), (2, 2), (2, 2)], [0.02, 0.9, 0.45])
     photograph = Image.new("RGB", SIZE, (10, 20, 200))
@@ -155,6 +157,7 @@ def test_each_filter_leaves_what_matches_it(open_page, report):
     expect(page.locator("#cards h3")).to_have_text(["birds/05.jpg", "birds/03.jpg", "birds/01.jpg"])
 
 
+@pytest.mark.slow
 def test_keys_lead_through_the_open_images(open_page, report):
     page = open_page(report)
     choose_order(page, "margin")
@@ -171,6 +174,7 @@ def test_keys_lead_through_the_open_images(open_page, report):
     assert "#" not in page.url
 
 
+@pytest.mark.slow
 def test_an_address_leads_to_one_image_or_says_that_there_is_none(open_page, report):
     page = open_page(report, "#i=7")
     expect_open(page, "birds/07.jpg")
@@ -183,6 +187,7 @@ def test_an_address_leads_to_one_image_or_says_that_there_is_none(open_page, rep
         assert page.problems == []
 
 
+@pytest.mark.slow
 def test_drawings_beside_the_page_appear_without_their_legends(open_page, write_report, tmp_path, make_record):
     sizes = [(300, 200), (200, 300), (200, 400), (900, 300)]
     (tmp_path / "overlays").mkdir()
@@ -204,6 +209,7 @@ def test_drawings_beside_the_page_appear_without_their_legends(open_page, write_
     assert page.problems == []
 
 
+@pytest.mark.slow
 def test_an_open_image_leads_to_its_drawing_and_its_sheet(open_page, write_report, make_record):
     files = {"overlay": "overlays/000000-a.jpg", "sheet": "sheets/000000-a.png"}
     path = write_report([replace(make_record(SIZE), **files), replace(make_record(SIZE), sheet="../../secret.png")])
@@ -253,6 +259,7 @@ def test_the_policy_stops_a_script_that_got_in_anyway(open_page, report, tmp_pat
     assert sum("Content Security Policy" in problem for problem in page.problems) >= 3
 
 
+@pytest.mark.slow
 def test_without_scripts_the_page_says_so_and_keeps_its_tables(open_page, report):
     page = open_page(report, java_script_enabled=False)
     expect(page.locator("main noscript p")).to_be_visible()
@@ -260,6 +267,7 @@ def test_without_scripts_the_page_says_so_and_keeps_its_tables(open_page, report
     expect(page.locator(".orders")).to_be_hidden()  # what does nothing is not shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 1280])
 def test_answers_are_on_the_first_screen_and_nothing_is_wider_than_the_window(open_page, report, width):
     page = open_page(report, width=width)
@@ -271,6 +279,7 @@ def test_answers_are_on_the_first_screen_and_nothing_is_wider_than_the_window(op
     assert page.evaluate(FITS)
 
 
+@pytest.mark.slow
 def test_a_sheet_is_printed_alone_and_photographs_whole(open_page, write_report, make_record):
     records = [(make_record(size), Image.new("RGB", size)) for size in ((200, 500), (300, 200))]
     entries = [(record, make_thumbnail(image, record)) for record, image in records]

@@ -72,15 +72,6 @@ def test_the_accuracy_is_at_the_head(write, make_record):
     assert tiles == [("99.6 %", "accuracy (249 of 250)"), ("250", "images")]
 
 
-def test_the_words_on_cards_are_explained_at_the_head(write, make_record, answer_without_evidence):
-    for record, words in (
-        (make_record(SIZE), {"slot", "Cosine", "contributions", "Margin"}),
-        (make_record(SIZE, distance="linf"), {"slot", "Margin"}),
-        (answer_without_evidence, set()),
-    ):
-        assert set(re.findall(r'<abbr title="[^"]+">(\w+)</abbr>', write([record]))) == words
-
-
 def read_data(page, name):
     return json.loads(re.search(f'<script type="application/json" id="{name}">(.*?)</script>', page, re.S)[1])
 

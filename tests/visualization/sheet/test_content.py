@@ -9,7 +9,6 @@ from opal_deploy.artifact.opal_head import cosines, embedding
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.build import ImageInfo
-from opal_deploy.records.decision import Decision
 from opal_deploy.visualization.sheet.content import build_sheet_content
 
 GRID = (7, 7)
@@ -101,12 +100,6 @@ def test_slots_that_chose_one_cell_are_a_reason_to_doubt_the_answer():
     assert two.predicted.distinct_cells == 2
     assert [slot.shared for slot in two.predicted.slots] == [True, False, True]
     assert two.cautions() == []
-
-
-def test_an_answer_below_the_threshold_abstains():
-    margin = content().margin
-    decisions = [Decision(min_margin=threshold) for threshold in (margin + 1e-6, margin, None)]
-    assert [content(decision=decision).status for decision in decisions] == ["abstained", "ok", "ok"]
 
 
 def test_a_model_of_one_class_has_no_runner_up():

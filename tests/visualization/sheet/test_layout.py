@@ -103,10 +103,6 @@ def draw(shown, others=None, **how):
     return layout_sheet(shown, photograph((shown.width, shown.height)), others, **how)
 
 
-def texts_of(page):
-    return [shape.text for shape in page.shapes if isinstance(shape, Text)]
-
-
 def extent(shape):
     """Return left, top, right and bottom of a shape; the capitals of a text are 0.7 of its size high."""
     if isinstance(shape, Text):
