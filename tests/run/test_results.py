@@ -21,8 +21,7 @@ from opal_deploy.run.setup import RunOptions
 from opal_deploy.sources.discovery import discover
 from opal_deploy.sources.image import InputImage, Skipped
 from opal_deploy.visualization.report import ReportOptions
-from tests.bright import BrightSession, save, write_run
-from tests.cli.calls import read_results
+from tests.bright import BrightSession, write_run
 
 
 def line(name, **more):

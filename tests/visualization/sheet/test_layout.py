@@ -164,7 +164,7 @@ def test_with_a_known_field_each_patch_shows_it_with_the_cell_outlined_in_the_sl
         left = patch.x + round(100 * scale * min(slot.cell[1], 1))
         outlines = [each for each in page.shapes if isinstance(each, Rect) and each.edge == slot_color(slot.slot)]
         assert any((each.x, each.width) == (left - 1, round(100 * scale) + 2) for each in outlines)
-    assert "effective receptive field" in " ".join(texts_of(page))
+    assert "effective receptive field" in " ".join(shape.text for shape in page.shapes if isinstance(shape, Text))
 
 
 def test_bars_are_as_long_as_their_values_on_both_sides():
@@ -189,7 +189,7 @@ def test_a_refused_answer_has_its_class_below_in_smaller_letters(status):
 def test_sums_margin_and_names_stand_on_the_sheet_but_not_where_its_image_lies():
     shown = content(names={(content().predicted.class_id, 2): "beak"}, image="/home/ann/birds/1.jpg")
     page = draw(shown)
-    texts = texts_of(page)
+    texts = [shape.text for shape in page.shapes if isinstance(shape, Text)]
     assert "1.jpg" in texts
     assert not any("home" in text for text in texts)
     assert texts.count("sum = cosine") == 2
