@@ -20,13 +20,13 @@ EXPORT = """
 import sys
 from pathlib import Path
 import torch
-from opal_deploy.bench.networks import build_random_network, write_onnx
+from opal_deploy.bench.networks import build_random_network, write_model
 from opal_deploy.model.neighbours import Neighbours
 network = build_random_network(sys.argv[1], 10, (64, 64))
 plain = network.checkpoint.network
 plain.neighbours = Neighbours.fit(torch.rand(20, plain.backbone.num_features), torch.arange(20) % 10)
 for precision in ("fp32", "fp16"):
-    write_onnx(network, precision, Path(sys.argv[2], f"{precision}.onnx"))
+    write_model(network, precision, Path(sys.argv[2], precision)).rename(Path(sys.argv[2], f"{precision}.onnx"))
 """
 
 
