@@ -300,6 +300,7 @@ def draw_creature(
     size: tuple[int, int],
     *,
     hide: Collection[str] = (),
+    scene: np.random.Generator | None = None,
 ) -> Creature:
     """Draw a creature of a species.
 
@@ -311,6 +312,7 @@ def draw_creature(
         rng: the source of everything else.
         size: (H, W) in pixels, each at least 32.
         hide: names of parts to leave out, everything else unchanged, to test a classifier without them.
+        scene: the source of the background instead of `rng`, everything else unchanged.
 
     Raises:
         UsageError: the image is too small, or `hide` names an unknown part.
@@ -319,6 +321,8 @@ def draw_creature(
     if unknown := set(hide) - set(VARIANTS):
         raise UsageError(f"unknown part to hide: {', '.join(sorted(unknown))}; parts are {', '.join(VARIANTS)}")
     background = draw_background(rng, size)
+    if scene is not None:
+        background = draw_background(scene, size)
     appearance = _sample_appearance(rng)
     matrix, shift = _to_pixels(appearance, size)
 
