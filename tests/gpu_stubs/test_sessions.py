@@ -6,11 +6,10 @@ import pytest
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError
 from opal_deploy.predict.executor import BatchPredictor
-from opal_deploy.predict.prepare import InferenceOptions, Prepared
+from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.cuda_session import open_onnx_session
 from opal_deploy.runtime.session import PaddingSession, PinningSession, PipelinedSession
-from opal_deploy.sources.image import InputImage
 
 BYTES = 24 * 4  # of an image of the copying model, in float32
 PIXELS = np.random.default_rng(0).integers(0, 256, (300, 2, 4, 3), np.uint8)
@@ -83,19 +82,6 @@ def test_a_device_that_does_not_load_a_model_is_one_line(gpu, model, code, kind)
     gpu.set(errors=f"cudaMemGetInfo@0={code}")
     with pytest.raises(kind, match=rf"\A.*\(CUDA failure {code}: [^\n]*\Z"):
         open_onnx_session(model, device="cuda:0")
-
-
-def test_after_a_lack_of_memory_smaller_batches_fit(gpu, model):
-    gpu.set(memory=88 << 20)
-    session, messages = open_onnx_session(model, device="cuda:0"), []
-    predictor = BatchPredictor(session, InferenceOptions(batch=256), print_message=messages.append)
-    images = [Prepared(InputImage(None, b""))] * 256
-    assert len(predictor.run(images, blank(256))) == 256
-    # a batch of 64 takes 80 MB with its input
-    assert [message.rpartition(" ")[2] for message in messages] == ["128", "64"]
-    # and what the failed sizes took was given back
-    assert len(predictor.run(images[:16], blank(16))) == 16
-    session.close()
 
 
 def test_a_batch_that_failed_takes_no_memory(gpu, model):
