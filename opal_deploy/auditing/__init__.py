@@ -1,5 +1,6 @@
 """Checks of recorded explanations, and comparisons of two models or of two results.
 
-`verify` and `diff` do the work of the commands, `convert` exports results. `verify_records` computes records again and
-`record_diff` compares them field by field, `model_diff` compares two sets of records, `results` reads results.
+`verify`, `diff` and `drift` do the work of the commands, and `pages` writes their pages. `convert` exports results,
+`inspection` and `card` describe a model file. `verify_records` computes records again, `record_diff` compares them
+field by field, and `results` is the one reader of runs.
 """

@@ -58,7 +58,11 @@ def read_run(results: Path) -> dict[str, Any] | None:
 
 def read_run_options(results: Path) -> dict[str, Any]:
     """Return the options in the run.json next to a results.jsonl; empty without one."""
-    options = (read_run(results) or {}).get("run")
+    return _options_of(read_run(results))
+
+
+def _options_of(document: dict[str, Any] | None) -> dict[str, Any]:
+    options = (document or {}).get("run")
     return options if isinstance(options, dict) else {}
 
 
@@ -182,8 +186,7 @@ class RunRecords:
 
 
 def _is_shard(document: dict[str, Any] | None) -> bool:
-    options = (document or {}).get("run")
-    return isinstance(options, dict) and options.get("shard") is not None
+    return _options_of(document).get("shard") is not None
 
 
 def _list_ranges(ranges: list[tuple[int, int]]) -> str:

@@ -193,17 +193,13 @@ def _measure_baseline(measured: ModelEvaluation, inputs: EvaluationInputs, optio
         known = metadata.known_baseline
         baseline = baseline_of(measured.evaluation.outputs, metadata, known.background if known else 0)
         return replace(measured, baseline=baseline)
-    loaded, progress = checkpoint.load(path), as_progress(options.progress)
+    loaded, boxes, progress = checkpoint.load(path), options.boxes, as_progress(options.progress)
     network = loaded.network.to(torch_device(options.device))
-    if options.boxes:
-        images = list(inputs.samples)
-    else:
-        train, images = ([replace(sample, box=None) for sample in part] for part in (train, inputs.samples))
-    network.neighbours = fit_neighbours(network, train, [], progress=progress)
+    network.neighbours = fit_neighbours(network, train, [], boxes=boxes, progress=progress)
     if network.neighbours is None:
         options.log("no features kept for --unknown: too few training images, or no spread within classes")
     session = TorchSession(loaded, device=options.device, threads=options.threads)
-    answers = measure_baseline(session, images, network.neighbours, progress=progress)
+    answers = measure_baseline(session, inputs.samples, network.neighbours, boxes=boxes, progress=progress)
     return replace(measured, baseline=answers, neighbours=network.neighbours)
 
 

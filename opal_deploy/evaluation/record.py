@@ -41,6 +41,7 @@ def fit_neighbours(
     samples: Sequence[Sample],
     background: Sequence[Sample],
     *,
+    boxes: bool = True,
     progress: Progress = no_progress,
 ) -> Neighbours | None:
     """Return the neighbours of a trained network: features of training images, not augmented.
@@ -52,6 +53,7 @@ def fit_neighbours(
         network: left in evaluation mode; computes on its device.
         samples: the training images.
         background: out-of-distribution images; none, or at least five.
+        boxes: crop images to the samples' boxes, as in training.
     """
     if network.config.head.evidence != "exact":
         return None
@@ -66,7 +68,9 @@ def fit_neighbours(
             features: torch.Tensor = network.backbone(inputs)
         return features.float().mean((2, 3)).cpu()
 
-    batches = photographs(pool, known + others, config.input_size, progress=progress, note="keeping features of images")
+    batches = photographs(
+        pool, known + others, config.input_size, boxes=boxes, progress=progress, note="keeping features of images"
+    )
     # of inference mode, whose tensors a module cannot keep
     features = torch.cat([images.outputs for images in batches]).clone()
     labels = torch.tensor([sample.label for sample in known])
@@ -79,6 +83,7 @@ def measure_baseline(
     samples: list[Sample],
     neighbours: Neighbours | None,
     *,
+    boxes: bool = True,
     progress: Progress = no_progress,
 ) -> Baseline | None:
     """Return the baseline of a model on up to 5,000 validation images; None unless single cells are its evidence.
@@ -90,7 +95,7 @@ def measure_baseline(
         return None
     chosen = choose_samples(samples, _MAX_VALIDATION)
     batches = photographs(
-        session.run, samples, metadata.input_size, chosen=chosen, progress=progress,
+        session.run, samples, metadata.input_size, chosen=chosen, boxes=boxes, progress=progress,
         note="measuring the baseline",
     )  # fmt: skip
     outputs = Outputs.concatenate([images.outputs for images in batches])

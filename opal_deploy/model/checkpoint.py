@@ -52,7 +52,7 @@ class Checkpoint:
         metrics: results of the training run, such as `test_accuracy`.
         training: settings of the training run.
         edits: what each `edit` did, the first one first; see `Metadata.edits`.
-        evaluation: measurements by `evaluate --record` (`evaluation.files`), or empty.
+        evaluation: measurements by `evaluate --record` (`evaluation.record`), or empty.
         source: file name, sha256, format (`opal-deploy` or `authors`) and, for the latter, the `assumed` settings.
         receptive_field: of the network's cells, if measured.
         calibration: of the logits, if measured.

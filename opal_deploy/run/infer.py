@@ -6,7 +6,7 @@
     open the model     `setup`
     acquire the folder `directory`: one process writes there, an interrupted run is resumed
     decode, predict    `predict.executor`: batches through the model, records in the order of the images
-    draw, append       `drawing`, and `results`, which holds only whole lines at any moment
+    draw, append       `drawing`, and `directory`, whose results.jsonl holds only whole lines at any moment
     finish             tables, report.html, summary.json
 
 A run of several processes is the same story once per shard, each in a folder of its own, see `shards`.
