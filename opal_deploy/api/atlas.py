@@ -139,7 +139,7 @@ def _read_images(data: Path, options: AtlasOptions) -> tuple[Iterator[InputImage
     try:
         dataset = read_dataset(
             data, options.dataset,
-            needs_validation=sets_aside, progress=as_progress(options.progress),
+            needs_validation=lambda _: sets_aside, progress=as_progress(options.progress),
         )  # fmt: skip
     except MissingExtra as error:
         raise UsageError(f"{error}; or use every image, labelled by its folder, with --plain") from None

@@ -66,7 +66,7 @@ def build_networks(options: SweepOptions) -> Iterator[NamedNetwork]:
         backbones.build(name, stride=stride, keep_layers=keep, input_size=size, device="meta").grid(size)
         for head in options.head or ("opal",):
             if head == "plain":
-                backbones.build_classifier(name, options.classes, stride=stride, keep_layers=keep, device="meta")
+                backbones.build_classifier(name, options.classes, stride=stride, device="meta")
             chosen = heads.get(head) or HeadConfig(prototypes_per_class=options.prototypes)
             configs.append(NetworkConfig(name, options.classes, size, chosen, stride=stride, keep_layers=keep))
     return map(_build, configs)

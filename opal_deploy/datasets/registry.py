@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def read_dataset(
     root: Path,
     dataset: str | None = None,
     *,
-    needs_validation: bool = True,
+    needs_validation: Callable[[DataSet], bool] = lambda data: True,
     progress: Progress | None = None,
 ) -> DataSet:
     """Read and check a data set; if it has no validation split, set a fifth of each class aside for validation.
@@ -41,7 +41,7 @@ def read_dataset(
         root: the data set's folder.
         dataset: one of `DATASET_NAMES`; None recognises the data set by its files and reads any other folder as an
             ImageFolder.
-        needs_validation: set validation images aside if the data set has none.
+        needs_validation: whether to set validation images aside if the data set has none.
         progress: called while image headers are read, which takes minutes on a network drive.
 
     Raises:
@@ -51,7 +51,7 @@ def read_dataset(
         if not root.is_dir():
             raise UsageError(f"{root}: no such folder; give a data set's folder or one with a folder per class")
         data = check_dataset(_read(root, dataset), progress)
-        if not data.val and needs_validation:
+        if not data.val and needs_validation(data):
             data = split_off_validation(data)
         # after the split, which may separate two equal files of train/
         return replace(data, warnings=[*data.warnings, *duplicate_warnings(data)])
@@ -80,10 +80,10 @@ def find_recorded_dataset(
         return None
     try:
         if data.get("skipped"):
-            recorded = read_dataset(root, layout)
+            recorded = read_dataset(root, layout, needs_validation=lambda _: bool(data.get("val")))
         else:
             recorded = _read(root, layout).data
-            recorded = recorded if recorded.val else split_off_validation(recorded)
+            recorded = recorded if recorded.val or not data.get("val") else split_off_validation(recorded)
     except (OpalError, OSError):
         return None
     same_sizes = all(data.get(split) == len(recorded.select(split)) for split in ("train", "val", "test"))

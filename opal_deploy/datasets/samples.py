@@ -62,6 +62,7 @@ class DataSet:
         crop: `boxes` where samples carry boxes, else None.
         warnings: one line for each kind of tolerated problem.
         skipped: images left out because their headers cannot be read.
+        whole: the data set before validation images were set aside; None where it has its own.
     """
 
     root: Path
@@ -73,6 +74,7 @@ class DataSet:
     crop: Crop | None = None
     warnings: list[str] = field(default_factory=list)
     skipped: list[Path] = field(default_factory=list)
+    whole: DataSet | None = None
 
     @property
     def num_classes(self) -> int:
@@ -90,7 +92,8 @@ class DataSet:
             [replace(sample, box=None, object_box=sample.box) for sample in split]
             for split in (self.train, self.val, self.test)
         )
-        return replace(self, crop=None, train=train, val=val, test=test)
+        whole = None if self.whole is None else self.whole.without_crops()
+        return replace(self, crop=None, train=train, val=val, test=test, whole=whole)
 
     def describe(self) -> str:
         """Return a line of text: the folder's layout, and the sizes of the splits."""
@@ -185,7 +188,7 @@ def split_off_validation(data: DataSet) -> DataSet:
     names = [name for _, name in sorted(zip(ranks, data.class_names, strict=True))]
     first, second = stratified_split([ranks[data.train[i].label] for i in order], names, root=data.root)
     train, val = ([data.train[i] for i in sorted(order[j] for j in part)] for part in (first, second))
-    return replace(data, train=train, val=val)
+    return replace(data, train=train, val=val, whole=data)
 
 
 def image_folder_order(samples: list[Sample], class_names: list[str]) -> tuple[list[int], list[int]]:

@@ -235,7 +235,7 @@ def read_inputs(data: Path, path: Path, metadata: Metadata, options: EvaluateOpt
     needs_validation = options.split in ("train", "val")
     data_set = read_dataset(
         data, options.dataset,
-        needs_validation=needs_validation, progress=as_progress(options.progress),
+        needs_validation=lambda _: needs_validation, progress=as_progress(options.progress),
     )  # fmt: skip
     options.log(f"read as {data_set.describe()}")
     samples = data_set.select(options.split)

@@ -57,10 +57,28 @@ def fit_neighbours(
     """
     if network.config.head.evidence != "exact":
         return None
+    known = [samples[index] for index in choose_samples(samples, max_images(network.config.num_classes))]
+    features = pool_features(network, known, boxes=boxes, progress=progress)
+    labels = torch.tensor([sample.label for sample in known])
+    others = pool_features(
+        network, [background[index] for index in choose_samples(background, MAX_IMAGES)], boxes=boxes, progress=progress
+    )
+    neighbours = Neighbours.fit(features, labels, others)
+    return None if neighbours is None else neighbours.to(next(network.parameters()).device)
+
+
+def pool_features(
+    network: OpalNetwork, samples: Sequence[Sample], *, boxes: bool = True, progress: Progress = no_progress
+) -> torch.Tensor:
+    """Return the features' means over the cells, float32 [n, D] on the CPU, of n images, not augmented.
+
+    Args:
+        network: left in evaluation mode; computes on its device.
+        samples: n images, perhaps none.
+        boxes: crop images to the samples' boxes.
+    """
     network.eval()
     config, device = network.config, next(network.parameters()).device
-    known = [samples[index] for index in choose_samples(samples, max_images(config.num_classes))]
-    others = [background[index] for index in choose_samples(background, MAX_IMAGES)]
 
     def pool(pixels: ImageBatch) -> torch.Tensor:
         inputs = torch.from_numpy(normalise(pixels, config.mean, config.std)).to(device)
@@ -69,13 +87,11 @@ def fit_neighbours(
         return features.float().mean((2, 3)).cpu()
 
     batches = photographs(
-        pool, known + others, config.input_size, boxes=boxes, progress=progress, note="keeping features of images"
+        pool, samples, config.input_size, boxes=boxes, progress=progress, note="keeping features of images"
     )
+    parts = [images.outputs for images in batches]
     # of inference mode, whose tensors a module cannot keep
-    features = torch.cat([images.outputs for images in batches]).clone()
-    labels = torch.tensor([sample.label for sample in known])
-    neighbours = Neighbours.fit(features[: len(known)], labels, features[len(known) :])
-    return None if neighbours is None else neighbours.to(device)
+    return torch.cat(parts).clone() if parts else torch.zeros(0, network.backbone.num_features)
 
 
 def measure_baseline(

@@ -3,7 +3,8 @@
 The paper's nine (ResNet-50/101/152, EfficientNet-V2 S/M/L, ConvNeXt T/S/B) are cut where its authors cut them: after
 the last convolutional stage, before pooling, without the norm that follows in ConvNeXt. A finer stride cuts at the
 last feature map of that stride, so that cells are smaller and see less of the image; or all layers are kept, and the
-later ones get stride 1. `feature_graph` finds where. A transformer's cells are its tokens (`timm_backbones`).
+last feature map, upsampled, is stacked on the finer one: the one knows what, the other where (as in feature pyramids;
+Lin et al., CVPR 2017). `feature_graph` finds where. A transformer's cells are its tokens (`timm_backbones`).
 
 Parameter names stay those of the library (`layer4.1.conv2.weight`, `features.7.2.block.0.weight`). `timm_backbones` and
 `torchvision_backbones` have the same functions, documented in the latter: they hold what differs between the libraries.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -21,19 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.model import timm_backbones, torchvision_backbones
 from opal_deploy.model.config import check_tiling, require_stride
-from opal_deploy.model.feature_graph import (
-    FEATURES,
-    Cut,
-    extract_classifier,
-    find_cut,
-    find_unstrided_cut,
-    remove_strides,
-)
+from opal_deploy.model.feature_graph import FEATURES, LAST, Cut, extract_classifier, find_cut
 from opal_deploy.model.network_names import TIMM_PREFIX, check_weights, is_weights_file
 from opal_deploy.model.state_dicts import (
     describe_key_errors,
@@ -54,20 +49,30 @@ class Backbone(nn.Module):
     Attributes:
         name: a torchvision name, or `timm:` and a timm name.
         body: the cut network.
-        num_features: D.
+        maps: channels of each feature map that the features are stacked from: one, or a finer one and the last one.
         stride: input pixels per cell, the same in both directions.
     """
 
-    def __init__(self, name: str, body: nn.Module, num_features: int, stride: int) -> None:
+    def __init__(self, name: str, body: nn.Module, maps: tuple[int, ...], stride: int) -> None:
         super().__init__()
         self.name = name
         self.body = body
-        self.num_features = num_features
+        self.maps = maps
         self.stride = stride
 
+    @property
+    def num_features(self) -> int:
+        """The number of channels, D."""
+        return sum(self.maps)
+
     def forward(self, images: Tensor) -> Tensor:
-        features: Tensor = self.body(images)[FEATURES]
-        return features
+        maps = self.body(images)
+        features: Tensor = maps[FEATURES]
+        if LAST not in maps:
+            return features
+        # without interpolation, all cells of a coarse one would be equally good, and a slot would take any of them
+        last = functional.interpolate(maps[LAST], features.shape[2:], mode="bilinear")
+        return torch.cat([features, last], 1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backbone:
         """Return a copy with each layer in the original's mode; torchvision puts copies into training mode."""
@@ -112,19 +117,26 @@ def build(
         name: such as `resnet18` or `convnext_tiny` for torchvision, `timm:resnet18` for timm.
         stride: input pixels per cell; the network ends at its last feature map of this stride. None keeps all layers
             before the global pooling: stride 32 for the paper's nine.
-        keep_layers: end the network before its global pooling anyway, and give stride 1 to each convolution and
-            pooling that would coarsen a feature map of `stride`.
+        keep_layers: keep the layers after it too: the last feature map before the global pooling is upsampled to this
+            stride, and its channels follow those of the finer map.
         input_size: (H0, W0), which only transformers depend on; None: the library's own.
         device: of the parameters; `meta` allocates none.
 
     Raises:
-        UsageError: no such network, no grid of cells before a global pooling, or none of this stride; or layers that
-            cannot be kept, see `find_unstrided_cut`.
+        UsageError: no such network, no grid of cells before a global pooling, or none of this stride; or no layers
+            after it that could be kept.
         MissingExtra: the library is not installed.
     """
+    require_stride(stride, keep_layers)
     network = _find_network(name)
-    cut = network.find_cut(stride, keep_layers)
-    return Backbone(name, network.build_body(cut, input_size, device), cut.num_features, cut.stride)
+    cuts = (network.find_cut(stride), *([network.find_cut()] if keep_layers else []))
+    if len(cuts) > 1 and cuts[0].stride == cuts[1].stride:
+        raise UsageError(
+            f"--keep-layers: all layers of {name} already end at stride {cuts[0].stride}; leave --keep-layers out "
+            "(--no-keep-layers if a recipe has it), or give a smaller --stride"
+        )
+    body = network.build_body(cuts, input_size, device)
+    return Backbone(name, body, tuple(cut.num_features for cut in cuts), cuts[0].stride)
 
 
 def build_with_strides(name: str, layer: str | None, stride_of: Callable[[str, nn.Conv2d], int]) -> Backbone:
@@ -152,26 +164,21 @@ def build_with_strides(name: str, layer: str | None, stride_of: Callable[[str, n
         raise UsageError(f"{name} has no layer {layer!r}") from None
     # padding aside, the number of cells grows by one per stride
     sizes = [body.eval()(torch.zeros(1, 3, size, size))[FEATURES].shape for size in (256, 512)]
-    return Backbone(name, body, sizes[0][1], 256 // (sizes[1][2] - sizes[0][2]))
+    return Backbone(name, body, (sizes[0][1],), 256 // (sizes[1][2] - sizes[0][2]))
 
 
 def build_classifier(
-    name: str,
-    num_classes: int,
-    *,
-    stride: int | None = None,
-    keep_layers: bool = False,
-    device: str | torch.device = "cpu",
+    name: str, num_classes: int, *, stride: int | None = None, device: str | torch.device = "cpu"
 ) -> nn.Module:
     """Build the layers of a network after its backbone: features [N, D, H, W] to logits [N, C], with random weights.
 
     They are the library's own, under its parameter names: a ResNet's pooling and `fc`, ConvNeXt's pooling, LayerNorm
-    and dense layer, EfficientNet's pooling, dropout and dense layer. The arguments are those of `build`.
+    and dense layer, EfficientNet's pooling, dropout and dense layer. `stride` and `device` are those of `build`.
 
     Raises:
         UsageError: the backbone is cut before its last layer.
     """
-    return _find_network(name).build_classifier(num_classes, stride, keep_layers, device)
+    return _find_network(name).build_classifier(num_classes, stride, device)
 
 
 def is_transformer(name: str) -> bool:
@@ -243,31 +250,33 @@ class ConvolutionalNetwork:
     def __init__(self, name: str, library: ModuleType) -> None:
         self._name, self._library = name, library
 
-    def find_cut(self, stride: int | None = None, keep_layers: bool = False) -> Cut:
-        """Return the cut for the arguments of `backbones.build`."""
-        return _find_cut(self._name, self._library, stride, keep_layers)
+    def find_cut(self, stride: int | None = None) -> Cut:
+        """Return the last feature map of a stride; None is the network's own."""
+        return _find_cut(self._name, self._library, stride)
 
-    def build_body(self, cut: Cut, input_size: tuple[int, int] | None, device: str | torch.device) -> nn.Module:
-        """Build images of any size to `{FEATURES: [N, D, H, W]}`, with random weights."""
+    def build_body(
+        self, cuts: Sequence[Cut], input_size: tuple[int, int] | None, device: str | torch.device
+    ) -> nn.Module:
+        """Build images of any size to `{FEATURES: [N, D, H, W]}`, and to LAST for a second cut, with random weights."""
         from torchvision.models.feature_extraction import create_feature_extractor
 
         network, options = self._library.build_network(self._name, device), self._library.tracer_options()
-        remove_strides(network, cut.unstrided)
         body: nn.Module = create_feature_extractor(
-            network, {cut.node: FEATURES}, tracer_kwargs=options, suppress_diff_warning=True
+            network,
+            dict(zip([cut.node for cut in cuts], (FEATURES, LAST), strict=False)),
+            tracer_kwargs=options,
+            suppress_diff_warning=True,
         )
         return body
 
-    def build_classifier(
-        self, num_classes: int, stride: int | None, keep_layers: bool, device: str | torch.device
-    ) -> nn.Module:
+    def build_classifier(self, num_classes: int, stride: int | None, device: str | torch.device) -> nn.Module:
         """Build the layers after the backbone; see `backbones.build_classifier`."""
         whole = self.find_cut()
         own = whole.stride
-        if stride not in (None, own) and not keep_layers:
+        if stride not in (None, own):
             raise UsageError(
                 f"the plain head, the network's own classifier, takes features of {self._name} at stride {own}, not "
-                f"{stride}; give --stride {own}, --keep-layers, or another head"
+                f"{stride}; give --stride {own} or another head"
             )
         network = self._library.build_network(self._name, device, num_classes)
         return extract_classifier(self._name, network, whole.node, self._library.tracer_options())
@@ -278,19 +287,9 @@ class ConvolutionalNetwork:
 
 
 @cache
-def _find_cut(name: str, library: ModuleType, stride: int | None, keep_layers: bool) -> Cut:
+def _find_cut(name: str, library: ModuleType, stride: int | None) -> Cut:
     """Return the cut of a network; cached, since tracing is slow."""
-    require_stride(stride, keep_layers)
-    network, options = library.build_network(name, "meta"), library.tracer_options()
-    cut = find_cut(name, network, stride, options)
-    if not keep_layers:
-        return cut
-    if cut.stride == _find_cut(name, library, None, False).stride:
-        raise UsageError(
-            f"--keep-layers: all layers of {name} already end at stride {cut.stride}; leave --keep-layers out "
-            "(--no-keep-layers if a recipe has it), or give a smaller --stride"
-        )
-    return find_unstrided_cut(name, network, cut.stride, options)
+    return find_cut(name, library.build_network(name, "meta"), stride, library.tracer_options())
 
 
 @cache

@@ -2,15 +2,14 @@
 
 A network ends at its last feature map before the global pooling, as in the paper, or at the last one of a finer stride.
 It can be cut only at a feature map through which all later layers get their input: at stride 16 of a ResNet-50 the sum
-that leaves `layer3`, not the first convolution inside `layer4`, which a shortcut bypasses. It can also keep all layers
-and reach a finer stride by removing the later strides.
+that leaves `layer3`, not the first convolution inside `layer4`, which a shortcut bypasses.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -20,8 +19,8 @@ from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
 
 from opal_deploy.errors import UsageError, first_line
 
-# what a backbone's body calls its output
-FEATURES = "features"
+# what a backbone's body calls its output, and a coarser last feature map beside it
+FEATURES, LAST = "features", "last"
 # the names that torchvision's tracer gives to a global pooling: a module, a function, a mean over cells
 _POOLING_NAMES = ("avgpool", "adaptive_avg_pool2d", "mean")
 # divisible by every usual stride; tells a stride of 64 (7 cells) from padding (a 224-pixel input gives 4)
@@ -39,13 +38,11 @@ class Cut:
         node: torchvision's name of the traced node, such as `layer3.5.relu_2`.
         num_features: D, channels of the feature map.
         stride: input pixels per cell, the same in both directions.
-        unstrided: names of the modules whose stride must become 1; empty for the unchanged network.
     """
 
     node: str
     num_features: int
     stride: int
-    unstrided: tuple[str, ...] = ()
 
 
 def find_cut(
@@ -98,47 +95,6 @@ def find_cut(
     return cuts[stride]
 
 
-def find_unstrided_cut(
-    name: str, model: nn.Module, stride: int, tracer_options: Mapping[str, Any] = _NO_OPTIONS
-) -> Cut:
-    """Return the last feature map of a network in which no layer coarsens a map of `stride` further.
-
-    Every convolution and pooling that does so, on the main path and on shortcuts, gets stride 1. Weights and the order
-    of layers stay, as in PIP-Net (Nauta et al., CVPR 2023). Kernels are not dilated.
-
-    Args:
-        name, tracer_options: see `find_cut`.
-        model: on the device `meta`; set to evaluation mode, and its strides are changed.
-        stride: input pixels per cell, less than the network's own.
-
-    Raises:
-        UsageError: the cells would not tile the image, or something other than a module's stride coarsens the map.
-    """
-    unstrided = _find_coarsening_modules(model.eval(), stride)
-    remove_strides(model, unstrided)
-    try:
-        cut = find_cut(name, model, tracer_options=tracer_options)
-    except UsageError as error:
-        # such as a convolution without padding, which loses cells
-        raise UsageError(
-            f"--keep-layers: {name} has no grid at stride {stride} with all of its layers ({error}); leave "
-            "--keep-layers out"
-        ) from None
-    if cut.stride != stride:
-        raise UsageError(
-            f"--keep-layers: {name} ends at stride {cut.stride}, not {stride}, although all of its convolutions and "
-            f"poolings after stride {stride} have stride 1; leave --keep-layers out"
-        )
-    return replace(cut, unstrided=unstrided)
-
-
-def remove_strides(model: nn.Module, modules: Iterable[str]) -> None:
-    """Give modules of a network stride 1; call this before tracing, which may copy strides."""
-    for path in modules:
-        module: Any = model.get_submodule(path)
-        module.stride = 1 if isinstance(module.stride, int) else (1,) * len(module.stride)
-
-
 def extract_classifier(
     name: str, model: nn.Module, node: str, tracer_options: Mapping[str, Any] = _NO_OPTIONS
 ) -> nn.Module:
@@ -182,36 +138,6 @@ def _check_sizes(name: str, model: nn.Module) -> None:
                 f"backbone {name!r} takes only certain image sizes: it fails on {size}x{size} "
                 f"({first_line(error)}); use a convolutional network, such as resnet18"
             ) from None
-
-
-def _find_coarsening_modules(model: nn.Module, stride: int) -> tuple[str, ...]:
-    """Return the names of the convolutions and poolings that make a map of `stride`, or a coarser one, smaller.
-
-    They have an attribute `stride`. Only modules without children slide: a block may have one to choose its layers
-    (ShuffleNet).
-    """
-    coarsening: dict[str, None] = {}  # in the order they run, once each
-
-    def record(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            is_map = bool(inputs) and isinstance(inputs[0], Tensor) and inputs[0].dim() == 4
-            if is_map and inputs[0].shape[2] * stride <= _PROBE_SIZE and output.shape[2] < inputs[0].shape[2]:
-                coarsening[path] = None
-
-        return hook
-
-    handles = [
-        module.register_forward_hook(record(path))
-        for path, module in model.named_modules()
-        if hasattr(module, "stride") and not list(module.children())
-    ]
-    try:
-        with torch.no_grad():
-            model(_empty_image(_PROBE_SIZE))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return tuple(coarsening)
 
 
 def _empty_image(size: int) -> Tensor:

@@ -45,9 +45,7 @@ class OpalNetwork(nn.Module):
         self.grid = self.backbone.grid(config.input_size)
         classifier = None
         if config.head.plain:
-            classifier = backbones.build_classifier(
-                config.backbone, config.num_classes, stride=config.stride, keep_layers=config.keep_layers
-            )
+            classifier = backbones.build_classifier(config.backbone, config.num_classes, stride=config.stride)
         self.weights_origin = None if weights is None else backbones.load_weights(self.backbone, weights, classifier)
         self.head = OpalHead(self.backbone.num_features, config.num_classes, config.head, classifier)
         self.neighbours: Neighbours | None = None

@@ -134,6 +134,8 @@ def _propagate(func: Any, args: Any, operands: list[_Field], output: Tensor) -> 
     if operation is aten.constant_pad_nd and len(args[1]) == 4:
         left, _, top, _ = args[1]
         return _slide(field, output, [1], [1], [top, left], [1])
+    if operation is aten.upsample_bilinear2d:
+        return _upsample(field, output)
     if operation in _REDUCTIONS and not _has_extent(output, field.extent):
         return replace(field, extent=None)
     # a product of two maps of the image is attention between cells; one with weights acts on channels
@@ -157,6 +159,20 @@ def _slide(field: _Field, output: Tensor, *window: Sequence[int]) -> _Field:
 
     extent = (output.shape[-2], output.shape[-1])
     return replace(field, rows=widen(field.rows, 0), cols=widen(field.cols, 1), extent=extent)
+
+
+def _upsample(field: _Field, output: Tensor) -> _Field:
+    """Return the field after bilinear upsampling: the two nearest cells along each axis, wherever a new cell lies."""
+    assert field.extent is not None  # checked by the caller
+
+    def refine(span: _Span, ratio: int) -> _Span:
+        step = span.step // ratio
+        # the cell's centre lies up to 1.5 coarse cells, less one fine cell, behind the first centre that it mixes
+        return _Span(span.first - (3 * span.step // 2 - step), span.last + span.step // 2, step)
+
+    rows, cols = (refine(span, -(-size // before)) for span, size, before in
+                  zip((field.rows, field.cols), output.shape[-2:], field.extent, strict=True))  # fmt: skip
+    return replace(field, rows=rows, cols=cols, extent=(output.shape[-2], output.shape[-1]))
 
 
 def _unite(fields: list[_Field]) -> _Field:

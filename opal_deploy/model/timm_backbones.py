@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -171,17 +172,19 @@ class TokenNetwork:
     def __init__(self, architecture: str, tokens: Cut) -> None:
         self._architecture, self._tokens = architecture, tokens
 
-    def find_cut(self, stride: int | None = None, keep_layers: bool = False) -> Cut:
+    def find_cut(self, stride: int | None = None) -> Cut:
         """Return the only cut there is: after the tokens."""
         own = self._tokens.stride
-        if keep_layers or stride not in (None, own):
+        if stride not in (None, own):
             raise UsageError(
                 f"timm:{self._architecture}: a transformer has cells of {own} pixels only; leave --stride and "
                 "--keep-layers out"
             )
         return self._tokens
 
-    def build_body(self, cut: Cut, input_size: tuple[int, int] | None, device: str | torch.device) -> nn.Module:
+    def build_body(
+        self, cuts: Sequence[Cut], input_size: tuple[int, int] | None, device: str | torch.device
+    ) -> nn.Module:
         """Build images of one size, None for timm's default, to `{FEATURES: [N, D, H, W]}`.
 
         Raises:
@@ -194,9 +197,7 @@ class TokenNetwork:
         model.__class__ = type(kind.__name__, (kind,), {"forward": _forward, "__module__": kind.__module__})
         return model
 
-    def build_classifier(
-        self, num_classes: int, stride: int | None, keep_layers: bool, device: str | torch.device
-    ) -> nn.Module:
+    def build_classifier(self, num_classes: int, stride: int | None, device: str | torch.device) -> nn.Module:
         """Refuse: what follows the tokens takes no grid of cells."""
         raise UsageError(
             f"the plain head takes convolutional networks, and timm:{self._architecture} is a transformer; use "

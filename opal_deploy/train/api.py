@@ -57,7 +57,18 @@ def train_model(data: StrPath, options: Mapping[str, Any]) -> TrainResult:
         require("tensorboard", "tensorboard", "--tensorboard")
     if resolved.weights_name is not None and resolved.start_from is None:
         check_weights(resolved.backbone, resolved.weights_name)
-    labelled = read_dataset(root, resolved.dataset, progress=as_progress(resolved.progress))
+
+    def needs_validation(found: DataSet) -> bool:
+        new_classes = False
+        if resolved.start_from is not None:
+            from opal_deploy.model import checkpoint
+
+            new_classes = checkpoint.load(Path(resolved.start_from)).class_names != found.class_names
+        return not resolved.validates_out_of_fold(len(found.train), new_classes=new_classes)
+
+    labelled = read_dataset(
+        root, resolved.dataset, needs_validation=needs_validation, progress=as_progress(resolved.progress)
+    )
     labelled = labelled if resolved.boxes else labelled.without_crops()
     # takes seconds, since it imports torch: after all that can be refused without
     from opal_deploy.train.loop import fit

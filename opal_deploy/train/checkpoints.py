@@ -17,6 +17,7 @@ from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.files import write_json
 from opal_deploy.artifact.measurements import Calibration, ReceptiveField
 from opal_deploy.artifact.opal_head import embedding
+from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.evaluation.calibration import calibrate
@@ -29,16 +30,18 @@ from opal_deploy.evaluation.metrics import (
     count_by_class,
     margins,
 )
-from opal_deploy.evaluation.record import fit_neighbours, measure_baseline
+from opal_deploy.evaluation.record import baseline_of, fit_neighbours, measure_baseline
 from opal_deploy.logs import Progress, no_progress
-from opal_deploy.model.checkpoint import Checkpoint, save
+from opal_deploy.model.checkpoint import Checkpoint, build_metadata, save
+from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.neighbours import Neighbours
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.model.state_dicts import load_torch_file
 from opal_deploy.records.decision import describe_supported_rates
-from opal_deploy.runtime.torch_session import TorchSession
+from opal_deploy.runtime.torch_session import TorchSession, to_outputs
 from opal_deploy.train import machine
 from opal_deploy.train.images import Batches, Loaders, normalize
+from opal_deploy.train.out_of_fold import OutOfFold
 from opal_deploy.train.run_directory import (
     RESUME_ADVICE,
     EpochRecord,
@@ -60,6 +63,16 @@ class LabelledOutputs(NamedTuple):
     # [n, m], of the labelled class's slots, as those of all slots would be gigabytes; None for a network without slots
     cells: NDArray[np.int32] | None
     margins: NDArray[np.float64] | None  # [n], see `metrics.margins`; None for a network without anchors
+
+    @staticmethod
+    def of(outputs: Outputs, labels: NDArray[np.int64], config: NetworkConfig) -> LabelledOutputs:
+        """Return what metrics need of a network's outputs for n images."""
+        class_map, cells, batch_margins = config.class_map, None, None
+        if outputs.argmax is not None:
+            cells = np.take_along_axis(outputs.argmax, class_map.channel_table[labels], axis=1)
+        if outputs.scores is not None:
+            batch_margins = margins(outputs.logits, embedding(outputs.scores, config.head.epsilon), class_map)
+        return LabelledOutputs(outputs.logits, labels, cells, batch_margins)
 
     def compute_metrics(self, class_map: ClassMap, scale: float = 1.0) -> Evaluation:
         """Return the metrics over all images of a network with this map, the loss of logits times `scale`."""
@@ -88,7 +101,7 @@ def predict(
         UsageError: names an image that cannot be decoded.
     """
     network.eval()
-    device, config, class_map = next(network.parameters()).device, network.config, network.config.class_map
+    device, config = next(network.parameters()).device, network.config
     parts: list[LabelledOutputs] = []
     done = 0
     with torch.inference_mode():
@@ -96,16 +109,8 @@ def predict(
             inputs = normalize(images.to(device, non_blocking=True), config.mean, config.std)
             with machine.autocast(fabric if lower_precision else None):
                 features = network.backbone(inputs)
-            outputs = network.head.explain(network.head.project(features.float()))
-            logits = outputs.logits.float().cpu().numpy()
-            cells = batch_margins = None
-            if outputs.argmax is not None:
-                channels = torch.from_numpy(class_map.channel_table[labels.numpy()]).to(device)  # [n, m]
-                cells = outputs.argmax.gather(1, channels).cpu().numpy()
-            if outputs.scores is not None:
-                scores = outputs.scores.float().cpu().numpy()
-                batch_margins = margins(logits, embedding(scores, config.head.epsilon), class_map)
-            parts.append(LabelledOutputs(logits, labels.numpy(), cells, batch_margins))
+            outputs = to_outputs(network.head.explain(network.head.project(features.float())))
+            parts.append(LabelledOutputs.of(outputs, labels.numpy(), config))
             done += len(labels)
             progress(done, len(batches.images), "evaluating")
     parts = [part for share in machine.gather(fabric, parts) for part in share]
@@ -118,7 +123,7 @@ class Measurements:
     """The measurements of a network for its checkpoint, in float32.
 
     Attributes:
-        val, test: metrics on the validation and the test split; `test` is None without one.
+        val, test: metrics on the validation split, or out of fold, and on the test split; `test` is None without one.
         classes: answers per class on the test split, or on the validation split without one.
         calibration: fitted to the validation split.
         receptive_field, baseline, neighbours: only of the process that writes the checkpoint; None in the others.
@@ -145,25 +150,46 @@ def measure_network(
     background: list[Sample],
     fabric: Fabric,
     progress: Progress,
+    answers: OutOfFold | None = None,
 ) -> Measurements:
-    """Measure a network for its checkpoint; `background` are out-of-distribution images, perhaps none."""
+    """Measure a network for its checkpoint.
+
+    Args:
+        network: left in evaluation mode.
+        data, loaders: of the run.
+        background: out-of-distribution images, perhaps none.
+        fabric: the processes of the run.
+        progress: called with images done.
+        answers: out-of-fold answers of a network whose head was fitted to all training images, instead of answers to
+            validation images.
+    """
     machine.set_tf32(enabled=False)
-    class_map = network.config.class_map
-    outputs = predict(network, loaders.val, fabric, progress=progress)
-    val, calibration = outputs.compute_metrics(class_map), calibrate(outputs.logits, outputs.labels)
+    config, test = network.config, None
+    if answers is None:
+        assert loaders.val is not None  # without out-of-fold answers
+        outputs = predict(network, loaders.val, fabric, progress=progress)
+    else:
+        outputs = LabelledOutputs.of(answers.outputs, answers.labels, config)
+    val, calibration = outputs.compute_metrics(config.class_map), calibrate(outputs.logits, outputs.labels)
     # only the process that writes them measures them, on a bounded number of images
-    receptive_field = baseline = neighbours = test = None
+    receptive_field = baseline = neighbours = None
     if fabric.is_global_zero:
-        receptive_field = measure_receptive_field(network, data.val)
-        neighbours = network.neighbours = fit_neighbours(network, data.train, background, progress=progress)
-        session = TorchSession(
-            Checkpoint(network, data.class_names, receptive_field=receptive_field), device=str(fabric.device)
-        )
-        baseline = measure_baseline(session, data.val, neighbours, progress=progress)
+        receptive_field = measure_receptive_field(network, data.val or data.train)
+        if answers is None:
+            neighbours = fit_neighbours(network, data.train, background, progress=progress)
+        else:
+            neighbours = answers.neighbours
+        network.neighbours = neighbours
+        model = Checkpoint(network, data.class_names, receptive_field=receptive_field)
+        if answers is None:
+            session = TorchSession(model, device=str(fabric.device))
+            baseline = measure_baseline(session, data.val, neighbours, progress=progress)
+        elif config.head.evidence == "exact":
+            baseline = baseline_of(answers.outputs, build_metadata(model), len(background))
         network.neighbours = None
     if loaders.test is not None:
         outputs = predict(network, loaders.test, fabric, progress=progress)
-        test = outputs.compute_metrics(class_map)
+        test = outputs.compute_metrics(config.class_map)
     classes = count_by_class(outputs.logits, outputs.labels, data.class_names)
     return Measurements(val, test, classes, calibration, receptive_field, baseline, neighbours)
 
@@ -205,18 +231,24 @@ class RunWriter:
     # epoch and measurements of the weights in best.pt
     measured: tuple[int, Measurements] | None = None
 
+    def measure(self, epoch: int, answers: OutOfFold | None = None) -> Measurements:
+        """Measure the network as it is, the weights of an epoch; see `measure_network`."""
+        with machine.unchanged_random_state(self.fabric.device):
+            measured = measure_network(
+                self.network, self.data, self.loaders, self.background, self.fabric, self.progress, answers
+            )
+        machine.set_tf32(self.config["options"]["tf32"])
+        self.measured = epoch, measured
+        return measured
+
     def write_best(self, state: TrainState) -> Measurements:
         """Measure the best weights so far, then write best.pt; leaves them in the network."""
         assert state.best is not None  # called after an epoch
         epoch, network = state.best[0], self.network
         if self.measured is None or self.measured[0] != epoch:
             network.load_state_dict(state.best_weights or {})
-            with machine.unchanged_random_state(self.fabric.device):
-                measured = measure_network(
-                    network, self.data, self.loaders, self.background, self.fabric, self.progress
-                )
-            machine.set_tf32(self.config["options"]["tf32"])
-            self.measured = epoch, measured
+            self.measure(epoch)
+        assert self.measured is not None
         measured = self.measured[1]
         network.neighbours = measured.neighbours
         self._save(
@@ -289,6 +321,12 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return raw
 
 
+def refuse_other_run(path: Path, stored: Any, config: dict[str, Any]) -> None:
+    """Raise UsageError if last.pt, at `path`, is of another run than `config`; see `describe_differences`."""
+    if differences := describe_differences(stored, config):
+        raise UsageError(f"{path.parent}: holds another run: {'; '.join(differences)}; {RESUME_ADVICE}")
+
+
 def restore(
     path: Path, last: dict[str, Any], config: dict[str, Any], network: OpalNetwork, optimizer: Any, fabric: Fabric
 ) -> TrainState:
@@ -305,8 +343,7 @@ def restore(
         CheckpointError: the state is damaged.
         UsageError: last.pt is of another run, or more epochs are done than asked for.
     """
-    if differences := describe_differences(last["training"], config):
-        raise UsageError(f"{path.parent}: holds another run: {'; '.join(differences)}; {RESUME_ADVICE}")
+    refuse_other_run(path, last["training"], config)
     try:
         raw = last[RESUME_KEY]
         progress = {field.name: raw["progress"][field.name] for field in fields(TrainState)}

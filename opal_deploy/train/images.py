@@ -252,10 +252,10 @@ def _collate(items: list[ImageItem]) -> tuple[Tensor, Tensor]:
 
 
 class Loaders(NamedTuple):
-    """This process's batches of each split; `test` is None without one."""
+    """This process's batches of each split; `val` and `test` are None without one."""
 
     train: Batches
-    val: Batches
+    val: Batches | None
     test: Batches | None
 
 
@@ -287,7 +287,7 @@ def prepare_images(
         splits[split], unusable = read_images(splits[split], progress, keep=keep, fabric=fabric)
         problems += unusable
     train, val, test = splits
-    if not len(train) or not len(val):
+    if not len(train) or (data.val and not len(val)):
         raise UsageError(f"{data.root}: no training or no validation image can be decoded: {shorten_list(problems)}")
     if problems:
         log(WarningLine(
@@ -307,7 +307,7 @@ def prepare_images(
     once = 0 if keep_test or fabric.device.type == "cpu" else workers
     loaders = Loaders(
         Batches(train, batch_size, shuffle_seed=options.seed, workers=workers, **own),
-        Batches(val, EVALUATION_BATCH, workers=0 if cached else workers, **own),
+        Batches(val, EVALUATION_BATCH, workers=0 if cached else workers, **own) if len(val) else None,
         Batches(test, EVALUATION_BATCH, workers=once, **own) if len(test) else None,
     )
     return data, options, loaders, {"workers": workers, "cached": cached}

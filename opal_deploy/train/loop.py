@@ -1,4 +1,4 @@
-"""Training: prepare, fit the head, choose the stride, train and validate epochs, finish.
+"""Training: prepare, fit the head, train and validate epochs, finish.
 
 The paper's protocol (Sec. 4.1, Supp. B.2): Adam at a fixed learning rate of 1e-4, batches of 64, cross-entropy on the
 logits, 30 epochs, the weights of the epoch with the lowest validation cross-entropy. With `head_steps` the head is
@@ -20,29 +20,40 @@ from torch import Tensor
 
 from opal_deploy.artifact.files import lock_directory, without_folders
 from opal_deploy.datasets.checks import read_background
-from opal_deploy.datasets.samples import DataSet
+from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.evaluation.metrics import Evaluation
+from opal_deploy.evaluation.record import pool_features
 from opal_deploy.logs import Log, Progress, as_progress, no_progress
 from opal_deploy.model.backbones import get_library
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import head_fit, machine
-from opal_deploy.train.checkpoints import RunWriter, TrainState, copy_weights, predict, read_checkpoint, restore
-from opal_deploy.train.head_fit import compute_frozen_features, fit_head, prefer_all_layers
+from opal_deploy.train.checkpoints import (
+    RunWriter,
+    TrainState,
+    copy_weights,
+    predict,
+    read_checkpoint,
+    refuse_other_run,
+    restore,
+)
+from opal_deploy.train.head_fit import compute_frozen_features, fit_head
 from opal_deploy.train.images import Batches, Loaders, normalize, prepare_images
 from opal_deploy.train.losses import NetworkTerms, Objective, make_objective, read_regions_channel
 from opal_deploy.train.network import (
     PASSES,
     build_network,
-    choose_strides,
     describe_cost,
     describe_run,
     describe_weights,
+    find_kept_slots,
     load_start,
     package_versions,
+    settle_stride,
 )
 from opal_deploy.train.options import TrainOptions
+from opal_deploy.train.out_of_fold import OutOfFold, answer_out_of_fold, describe_answers, new_head, write_answers
 from opal_deploy.train.run_directory import (
     EpochRecord,
     TrainResult,
@@ -104,23 +115,19 @@ class Run:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A network whose head was fitted, at one of the run's strides.
+    """What came of fitting the head to the frozen backbone.
 
     Attributes:
-        options: those of the run, with the network's stride.
-        network: with the frozen backbone.
         loss: mean training loss of the last tenth of the steps, in nats.
         accuracy: of the same steps, 0 ... 1.
-        val: metrics of the validation images.
         images_per_second: feature maps computed per second by this process.
+        answers: out-of-fold answers to the training images; None where there are validation images.
     """
 
-    options: TrainOptions
-    network: OpalNetwork
     loss: float
     accuracy: float
-    val: Evaluation
     images_per_second: float
+    answers: OutOfFold | None
 
 
 @dataclass(frozen=True)
@@ -133,15 +140,16 @@ class Trained:
     objective: Objective
 
 
-def fit(data: DataSet, options: TrainOptions) -> TrainResult:
+def fit(data: DataSet, options: TrainOptions, *, again: bool = False) -> TrainResult:
     """Train a network, keep the best weights, and evaluate them on the test split.
 
     Under torchrun every process calls this function; only the first one writes and reports. On a CPU with the same
     number of threads a resumed run ends with the weights of an uninterrupted one, bit by bit.
 
     Args:
-        data: a data set with training and validation images.
+        data: a data set with training images, and validation images unless the head only is fitted.
         options: resolved, with `out`.
+        again: whether best.pt stays until it is replaced: the run continues another way.
 
     Raises:
         UsageError: the directory holds a run, or not the one to resume; an option is impossible.
@@ -151,48 +159,54 @@ def fit(data: DataSet, options: TrainOptions) -> TrainResult:
     options.check()
     run_dir = TrainRunDirectory(Path(options.out or "run"))
     run_dir.check(may_hold_run=options.resume or options.overwrite)
-    if not data.train or not data.val:
-        raise UsageError(f"{data.root}: training and validation images are needed; add a val/ folder")
     fabric, precision = machine.start_fabric(options.device, options.precision)
     progress, log = as_progress(options.progress), options.log
     if not fabric.is_global_zero:
         progress, log = no_progress, lambda line: None
     last = read_checkpoint(run_dir.last) if options.resume and run_dir.last.is_file() else None
+    stored = None if last is None else last["training"]
     start = load_start(options, data)
-    choices = choose_strides(options, start, None if last is None else last["training"])
-    run = Run(data, choices[0], fabric, precision, progress, log, fingerprint_dataset(data, options.keep_off))
+    new_classes = start is not None and start.class_names != data.class_names
+    answers_all = not data.val and options.validates_out_of_fold(len(data.train), new_classes=new_classes)
+    if not data.train or not (data.val or answers_all):
+        raise UsageError(f"{data.root}: training and validation images are needed; add a val/ folder")
+    options = options.plan(len(data.train), new_classes=new_classes)
+    if options.epochs == 0 and start is not None and not new_classes:
+        raise UsageError("epochs 0: expected at least 1; 0 fits the head only, and --start-from has a fitted head")
+    options = settle_stride(options, start, stored)
+    run = Run(data, options, fabric, precision, progress, log, fingerprint_dataset(data, options.keep_off))
+    if stored is not None and data.whole is not None and (stored.get("data") or {}).get("val") == 0:
+        whole = replace(run, fingerprint=fingerprint_dataset(data.whole, options.keep_off))
+        refuse_other_run(run_dir.last, stored, whole.identify(start))
+        log("the head was fitted to all images: fine-tuning sets a fifth aside, and begins with a head for the others")
+        last, again = None, True
     with machine.explained_memory_errors():
-        return _train(run, run_dir, choices, start, last)
+        result = _train(run, run_dir, start, last, again=again)
+    if result.best_epoch or not options.epochs or data.whole is None:
+        return result
+    frozen = replace(options, epochs=0, resume=False, overwrite=True)
+    if frozen.validates_out_of_fold(len(data.whole.train), new_classes=new_classes):
+        log("fine-tuning gained nothing: fitting the head to all images, those set aside too")
+        result = fit(data.whole, frozen, again=True)
+    return result
 
 
 def _train(
-    run: Run,
-    run_dir: TrainRunDirectory,
-    choices: list[TrainOptions],
-    start: Checkpoint | None,
-    last: dict[str, Any] | None,
+    run: Run, run_dir: TrainRunDirectory, start: Checkpoint | None, last: dict[str, Any] | None, *, again: bool
 ) -> TrainResult:
-    """Train from `start` or from new weights, or go on from the state in `last`, the content of last.pt."""
+    """Train from `start` or from new weights, or go on from the state in `last`, the content of last.pt; see `fit`."""
     began, fabric, options = time.perf_counter(), run.fabric, run.options
     background = [] if options.background is None else read_background(options.background, run.data)
     machine.set_tf32(options.tf32)
     data, options, loaders, batch_config = prepare_images(run.data, options, fabric, run.progress, run.log)
     run = replace(run, data=data, options=options)
-    choices = [replace(choice, batch_size=options.batch_size, epochs=options.epochs) for choice in choices]
-    networks = [build_network(choice, data.num_classes, start).to(fabric.device) for choice in choices]
-
-    # the head, at one stride or two
+    network = build_network(options, data.class_names, start).to(fabric.device)
     fitted = None
     if last is None:
-        fits = options.head_steps > 0 and start is None
         if fabric.is_global_zero:
-            run.log(describe_cost(networks[0], options, data, loaders.train.images, fabric.world_size))
-        if fits:
-            fitted = choose_stride(
-                run, [fit_frozen(run, *pair, loaders) for pair in zip(choices, networks, strict=True)]
-            )
-    run = replace(run, options=choices[0] if fitted is None else fitted.options)
-    network = networks[0] if fitted is None else fitted.network
+            run.log(describe_cost(network, options, data, loaders.train.images, fabric.world_size))
+        if options.head_steps and (start is None or start.class_names != data.class_names):
+            fitted = fit_frozen(run, network, start, loaders, background)
     # initial weights are the same in every process, random numbers drawn while training are not
     torch.manual_seed(options.seed + 1_000_003 * fabric.global_rank)
     trained, epochs = set_up(run, network), run.options.epochs or 0
@@ -216,9 +230,9 @@ def _train(
         fabric.barrier()  # no process writes before all have read
         if fabric.is_global_zero:
             with stop_when_full():
-                run_dir.start(config, run.options.to_toml(), run.data.root, is_new=last is None)
+                run_dir.start(config, run.options.to_toml(), run.data.root, is_new=last is None and not again)
         run.log(describe_run(run.options, config, epochs))
-        edits = () if start is None else start.edits
+        edits = () if start is None or start.class_names != run.data.class_names else start.edits
         writer = RunWriter(run_dir, run.data, network, loaders, background, config, edits, fabric, run.progress)
         if last is not None:
             run.log(f"resuming after epoch {state.epoch}")
@@ -241,41 +255,57 @@ def set_up(run: Run, network: OpalNetwork) -> Trained:
     return Trained(network, model, optimizer, make_objective(options, run.data, network.head))
 
 
-# fit the head, choose the stride --------------------------------------------------------------------------------------
+# fit the head ---------------------------------------------------------------------------------------------------------
 
 
-def fit_frozen(run: Run, options: TrainOptions, network: OpalNetwork, loaders: Loaders) -> Fitted:
-    """Fit the head to the frozen backbone on the training images, and validate the network."""
-    fabric, objective = run.fabric, make_objective(options, run.data, network.head)
+def fit_frozen(
+    run: Run, network: OpalNetwork, start: Checkpoint | None, loaders: Loaders, background: list[Sample]
+) -> Fitted:
+    """Fit the head to the frozen backbone on the training images; without validation images, answer out of fold.
+
+    Slots of classes that `start` has too begin where they are there; those of the folds do not, since they were fitted
+    to images that a fold must not know.
+    """
+    fabric, options = run.fabric, run.options
     # as many workers as in fine-tuning: with none, a GPU waits for the augmentation
     images, workers = loaders.train.images, loaders.train.workers
     batches = Batches(images, head_fit.BATCH, shuffle_seed=options.seed, workers=workers, **run.share)
     memory = options.cache_megabytes * _MEGABYTE
     frozen = compute_frozen_features(network, batches, fabric, memory=memory, progress=run.progress)
-    loss, accuracy = fit_head(network.head, frozen, objective, fabric, steps=options.head_steps, progress=run.progress)
-    val = validate(run, network, objective, loaders, epoch=0)
-    return Fitted(options, network, loss, accuracy, val, frozen.images_per_second)
-
-
-def choose_stride(run: Run, fitted: list[Fitted]) -> Fitted:
-    """Return the only network, or of two strides the finer one unless all layers are clearly better."""
-    if len(fitted) == 1:
-        return fitted[0]
-    finer, all_layers = fitted
-    shares = ", ".join(f"{one.val.accuracy:.1%} at stride {one.options.stride}" for one in fitted)
-    line = f"fitted heads, {finer.val.images} validation images correct: {shares}; "
-    if prefer_all_layers(finer.val, all_layers.val):
-        run.log(f"{line}keeping all layers, whose cells are coarser (fine cells: --stride {finer.options.stride})")
-        return all_layers
-    run.log(f"{line}no clear difference: keeping fine cells (all layers: --stride {all_layers.options.stride})")
-    return finer
+    answers = None
+    if loaders.val is None:
+        answers = answer_out_of_fold(
+            network, frozen, run.data.train, pool_features(network, background, progress=run.progress),
+            lambda head: make_objective(options, run.data, head), fabric,
+            steps=options.head_steps, seed=options.seed, progress=run.progress,
+        )  # fmt: skip
+    head = network.head
+    if frozen.basis is not None:
+        head = new_head(network, frozen, options.seed)
+        frozen.basis.copy_slots(network.head, find_kept_slots(run.data.class_names, start)[0], head)
+    objective = make_objective(options, run.data, head)
+    loss, accuracy = fit_head(head, frozen, objective, fabric, steps=options.head_steps, progress=run.progress)
+    if frozen.basis is not None:
+        frozen.basis.set_projection(network.head, head)
+    return Fitted(loss, accuracy, frozen.images_per_second, answers)
 
 
 def finish_head_fit(
     run: Run, fitted: Fitted, seconds: float, state: TrainState, writer: RunWriter, optimizer: Any
 ) -> int:
     """Write a network with a fitted head as epoch 0; return the number of epochs that time is left for."""
-    options, data, val = run.options, run.data, fitted.val
+    options, data = run.options, run.data
+    if fitted.answers is None:
+        val = validate(run, writer.network, make_objective(options, data, writer.network.head), writer.loaders, epoch=0)
+    else:
+        measured = writer.measure(0, fitted.answers)
+        val = measured.val
+        with stop_when_full():
+            doubtful = write_answers(writer.run_dir.answers, fitted.answers, data, measured.calibration.temperature)
+        for line in describe_answers(fitted.answers, data):
+            run.log(line)
+        if doubtful:
+            run.log(f"the other folds contradict {doubtful} labels: look at the first rows of {writer.run_dir.answers}")
     (speed,) = machine.sum_over_processes(run.fabric, fitted.images_per_second)
     epochs, epoch_seconds = options.epochs or 0, (PASSES * len(data.train) + len(data.val)) / speed
     if options.minutes is not None:
@@ -404,6 +434,7 @@ def validate(run: Run, network: OpalNetwork, objective: Objective, loaders: Load
     """Return the metrics of the validation images; raise DivergenceError if their loss is not finite."""
     # float32 would take a GPU as long as training in lower precision; the best weights are judged in float32
     lower = epoch > 0 and run.fabric.device.type == "cuda"
+    assert loaders.val is not None  # there is nothing to validate out of fold after the head was fitted
     outputs = predict(network, loaders.val, run.fabric, lower_precision=lower)
     val = outputs.compute_metrics(network.config.class_map, objective.scale)
     if not math.isfinite(val.loss):

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from opal_deploy._version import __version__
 from opal_deploy.artifact.files import compute_sha256
@@ -22,7 +23,7 @@ from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.inputs import check_classes
 from opal_deploy.model import checkpoint
-from opal_deploy.model.backbones import get_library, is_transformer, own_stride
+from opal_deploy.model.backbones import build, get_library
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.network import OpalNetwork
@@ -40,15 +41,14 @@ def load_start(options: TrainOptions, data: DataSet) -> Checkpoint | None:
 
     Raises:
         CheckpointError: the file is damaged.
-        UsageError: its network does not match the options and the data set.
+        UsageError: its network does not match the options; or its classes are others, and no head is to be fitted.
     """
     if options.start_from is None:
         return None
     path = Path(options.start_from)
     start = checkpoint.load(path)
     stored = start.network.config
-    # with compare_strides its own run has chosen the stride
-    names = ("backbone",) if options.compare_strides else ("backbone", "stride", "keep_layers")
+    names = ("backbone",) if options.adapt_stride else ("backbone", "stride", "keep_layers")
     values = {name: (getattr(stored, name), getattr(options, name)) for name in names}
     for name, value in vars(options.head_config).items():
         if name not in ("dropped", "epsilon"):
@@ -58,39 +58,39 @@ def load_start(options: TrainOptions, data: DataSet) -> Checkpoint | None:
             f"--start-from {path}: its network differs: {', '.join(differences)}; give the options that it was trained "
             "with, or its run's recipe (--recipe RUN/recipe.toml)"
         )
-    check_classes(path, start.class_names, data)
+    if start.class_names != data.class_names and not options.head_steps:
+        check_classes(path, start.class_names, data)
     return start
 
 
-def choose_strides(
-    options: TrainOptions, start: Checkpoint | None, stored: Mapping[str, Any] | None
-) -> list[TrainOptions]:
-    """Return the run's options, or with `compare_strides` those with finer cells and those with all layers.
+def settle_stride(options: TrainOptions, start: Checkpoint | None, stored: Mapping[str, Any] | None) -> TrainOptions:
+    """Return the options with cells that the backbone has: with `adapt_stride` its own if it has none of the recipe's.
 
     Args:
         options: of the run.
-        start: checkpoint of `--start-from`, whose stride the run has, too.
-        stored: configuration of a run that goes on, whose stride was chosen.
+        start: checkpoint of `--start-from`, whose cells the run has, too.
+        stored: configuration of a run that goes on, whose cells were settled.
     """
-    settled = replace(options, compare_strides=False)
-    if not options.compare_strides:
-        return [options]
+    if not options.adapt_stride:
+        return options
+    stride, keep_layers = options.stride, options.keep_layers
     if start is not None:
-        return [replace(settled, stride=start.network.config.stride, keep_layers=start.network.config.keep_layers)]
-    if stored is not None:
-        return [replace(settled, stride=(stored.get("options") or {}).get("stride"))]
-    if is_transformer(options.backbone):
-        return [replace(settled, stride=None)]
-    own = own_stride(options.backbone)
-    # the cells of both must tile the input
-    tiles = all(size % own == 0 and size > own for size in options.input_size)
-    if not (tiles and options.stride and options.stride < own and options.head_steps and not options.keep_layers):
-        return [settled]
-    return [settled, replace(settled, stride=own)]
+        stride, keep_layers = start.network.config.stride, start.network.config.keep_layers
+    elif stored is not None:
+        settled = stored.get("options") or {}
+        stride, keep_layers = settled.get("stride"), bool(settled.get("keep_layers"))
+    else:
+        try:
+            build(options.backbone, stride=stride, keep_layers=keep_layers, device="meta").grid(options.input_size)
+        except UsageError:
+            stride, keep_layers = None, False
+    return replace(options, stride=stride, keep_layers=keep_layers, adapt_stride=False)
 
 
-def build_network(options: TrainOptions, num_classes: int, start: Checkpoint | None) -> OpalNetwork:
+def build_network(options: TrainOptions, class_names: Sequence[str], start: Checkpoint | None) -> OpalNetwork:
     """Return the network that training starts with; the run's seed determines its new weights.
+
+    Classes that the checkpoint of `--start-from` lacks get new slots; the others keep theirs.
 
     Raises:
         CheckpointError: the weights do not fit.
@@ -98,7 +98,7 @@ def build_network(options: TrainOptions, num_classes: int, start: Checkpoint | N
     """
     torch.manual_seed(options.seed)
     config = NetworkConfig(
-        options.backbone, num_classes, options.input_size, options.head_config,
+        options.backbone, len(class_names), options.input_size, options.head_config,
         stride=options.stride, keep_layers=options.keep_layers,
     )  # fmt: skip
     if start is None:
@@ -106,11 +106,31 @@ def build_network(options: TrainOptions, num_classes: int, start: Checkpoint | N
         pretrained = get_library(options.backbone).get_pretrained_config(options.backbone, weights)
         return OpalNetwork(replace(config, mean=pretrained.mean, std=pretrained.std), weights=weights).channels_last()
     stored = start.network.config
-    # what edits dropped is still dropped
-    head = replace(config.head, dropped=stored.head.dropped)
-    network = OpalNetwork(replace(config, head=head, mean=stored.mean, std=stored.std))
-    network.load_state_dict(start.network.state_dict())
+    config = replace(config, mean=stored.mean, std=stored.std)
+    if list(class_names) == start.class_names:
+        # what edits dropped is still dropped
+        network = OpalNetwork(replace(config, head=replace(config.head, dropped=stored.head.dropped)))
+        network.load_state_dict(start.network.state_dict())
+        return network.channels_last()
+    network = OpalNetwork(config)
+    network.backbone.load_state_dict(start.network.backbone.state_dict())
+    slots, own = network.head.projection, start.network.head.projection
+    if isinstance(slots, nn.Conv2d) and isinstance(own, nn.Conv2d):
+        rows, others = find_kept_slots(class_names, start)
+        with torch.no_grad():
+            slots.weight[rows] = own.weight[others]
+            slots.bias[rows] = own.bias[others]  # type: ignore[index]  # a projection has one
     return network.channels_last()
+
+
+def find_kept_slots(class_names: Sequence[str], start: Checkpoint | None) -> tuple[Tensor, Tensor]:
+    """Return the channels of the classes that a checkpoint has too, int64 [k], and their channels there."""
+    names = [] if start is None else start.class_names
+    kept = [(label, names.index(name)) for label, name in enumerate(class_names) if name in names]
+    slots = 0 if start is None else start.network.config.head.prototypes_per_class
+    columns = torch.tensor(kept, dtype=torch.int64).reshape(-1, 2).T
+    rows, others = ((labels[:, None] * slots + torch.arange(slots)).flatten() for labels in columns)
+    return rows, others
 
 
 def describe_run(options: TrainOptions, config: Mapping[str, Any], epochs: int) -> str:

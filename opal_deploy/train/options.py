@@ -44,7 +44,7 @@ _STORED_NAMES = {"input_size": "size", "kind": "head", "prototypes_per_class": "
 # options of 0.1.0 that went, with the values that every run has now
 _FORMER_VALUES = {
     "partition": 1, "skip_missing": False, "epsilon": 1e-8, "agreement": 0.0, "freeze_backbone": False,
-    "reset_dropped": False, "compile": False,
+    "reset_dropped": False, "compile": False, "compare_strides": False,
 }  # fmt: skip
 # options that may differ between a run and its continuation: all but the epochs change only where and how fast it runs
 CHANGEABLE_ON_RESUME = frozenset(("epochs", "device", "workers", "cache_megabytes", "tensorboard"))
@@ -55,6 +55,9 @@ _REGION_WEIGHT = 10.0
 # batch size and epochs up to so many training images; an epoch of few images is few steps
 _PLANS = ((1_000, 16, 24), (10_000, 32, 8))
 _LARGEST_PLAN = (64, 4)
+# up to so many training images a fitted head is not fine-tuned by default: that takes an hour rather than minutes, and
+# the images set aside to judge it cost as much as it gains
+_MAX_FROZEN = 3_000
 # options by the group of `--help` that lists them
 _data, _tuning, _advanced = (partial(Option, panel=panel) for panel in ("Data", "Optimisation", "Advanced"))
 
@@ -74,7 +77,7 @@ class TrainOptions(Options):
 
     # fmt: off
     recipe: Annotated[StrPath, Option(
-        "grounded (finer cells), grounded-resnet50, paper, or a .toml file such as a run's own recipe.toml. Options "
+        "grounded (finer cells), paper, or a .toml file such as a run's own recipe.toml. Options "
         "override it.", default="grounded", cli=str)] = "grounded"
     backbone: Annotated[str, Option(
         "A torchvision CNN classifier, or timm:NAME (extra timm).",
@@ -88,13 +91,13 @@ class TrainOptions(Options):
         default="224", cli=str, parse=parse_size)] = (224, 224)
     stride: Annotated[int | None, Option(
         "Input pixels per cell: 32, 16 or 8. The backbone ends at its last feature map with this stride.", min=1,
-        default="16, or 32 if clearly better on validation images (grounded), all layers (paper)")] = None
+        default="16 with --keep-layers (grounded), all layers (paper)")] = None
     keep_layers: Annotated[bool, _advanced(
-        "With --stride: keep all pretrained layers; those after this stride get stride 1.",
+        "With --stride: keep the later layers too; their last feature map is upsampled and stacked on the finer one.",
         flag=_switch("keep-layers"))] = False
-    compare_strides: Annotated[bool, _advanced(
-        "Keep all layers instead of --stride if clearly better on validation images.",
-        default="on in grounded unless --stride is given", flag=_switch("compare-strides"))] = False
+    adapt_stride: Annotated[bool, _advanced(
+        "Where the backbone has no cells of the recipe's stride, use its own.",
+        default="on in grounded unless --stride is given", flag=_switch("adapt-stride"))] = False
     epochs: Annotated[int | None, Option(
         "Epochs of fine-tuning; 0 fits the head only.", min=0,
         default="24, 8 or 4 by the number of images (grounded), 30 (paper)")] = None
@@ -190,12 +193,29 @@ class TrainOptions(Options):
         weight = _REGION_WEIGHT if self.keep_off_weight is None else self.keep_off_weight
         return None if self.keep_off is None else weight
 
-    def plan(self, num_images: int) -> TrainOptions:
-        """Return the options with batch size and epochs for a number of training images where they are not given."""
+    def plan(self, num_images: int, *, new_classes: bool = False) -> TrainOptions:
+        """Return the options with batch size and epochs where they are not given.
+
+        Args:
+            num_images: number of training images.
+            new_classes: whether the checkpoint of `start_from` has other classes, so that a head must be fitted.
+        """
         batch_size, epochs = next((plan for limit, *plan in _PLANS if num_images <= limit), _LARGEST_PLAN)
+        tunes = self.head != "opal" or self.adversarial or self.minutes is not None
+        if self._fits_head(new_classes) and num_images <= _MAX_FROZEN and not tunes:
+            epochs = 0
         return replace(
             self, batch_size=self.batch_size or batch_size, epochs=epochs if self.epochs is None else self.epochs
         )
+
+    def validates_out_of_fold(self, num_images: int, *, new_classes: bool = False) -> bool:
+        """Return whether one process fits the head only, and can answer out of fold instead of setting images aside."""
+        able = os.environ.get("WORLD_SIZE", "1") == "1" and self.head != "plain"
+        return able and self._fits_head(new_classes) and self.plan(num_images, new_classes=new_classes).epochs == 0
+
+    def _fits_head(self, new_classes: bool) -> bool:
+        # a head that another run has trained is not fitted again
+        return self.head_steps > 0 and (self.start_from is None or new_classes)
 
     def to_config(self) -> dict[str, Any]:
         """Return what determines the weights, by the names in checkpoints and config.json."""
@@ -214,10 +234,10 @@ class TrainOptions(Options):
 
     def check(self) -> None:
         """Raise UsageError for options that no run can have."""
-        # a head that another run has trained is not fitted again
-        if self.epochs == 0 and (self.head_steps == 0 or self.start_from is not None):
-            why = "--start-from has a fitted head" if self.start_from else "this recipe does not, or --weights are none"
-            raise UsageError(f"epochs 0: expected at least 1; 0 fits the head only, and {why}")
+        if self.epochs == 0 and self.head_steps == 0:
+            raise UsageError(
+                "epochs 0: expected at least 1; 0 fits the head only, and this recipe does not, or --weights are none"
+            )
         if min(self.input_size) < 1:
             raise UsageError(f"input size {self.input_size}: expected at least 1 pixel")
         check_network(self.backbone)
@@ -310,11 +330,14 @@ def resolve(recipe: Mapping[str, Any], options: Mapping[str, Any]) -> TrainOptio
         base = {name: value for name, value in base.items() if name not in _HEAD_OPTIONS - kept}
         if changes["head"] != "opal":
             # what the recipe says for its own head does not fit
-            base |= {"stride": None, "keep_layers": False, "compare_strides": False}
+            base |= {"stride": None, "keep_layers": False, "adapt_stride": False}
     if changes.get("weights") == RANDOM:
         base |= {"head_steps": 0, "anchor_probability": None}
+    if "stride" in changes:
+        # the network that ends there, unless told otherwise
+        base["keep_layers"] = False
     if changes.keys() & {"stride", "keep_layers"}:
-        base["compare_strides"] = False
+        base["adapt_stride"] = False
     merged = {**base, **changes}
     head = merged.get("head", "opal")
     if head != "opal" and (others := sorted(_HEAD_OPTIONS & merged.keys())):

@@ -4,6 +4,7 @@
     last.pt       the last epoch's weights, and the state that the next epoch depends on
     metrics.csv   one line per epoch
     config.json   the run's options, data set, weights, versions; recipe.toml repeats the run
+    answers.csv   the out-of-fold answers to the training images, where no validation images were set aside
     summary.json  written last: a directory without it holds a run that has not ended
 
 Every file is written under a temporary name and renamed, so a run killed at any moment leaves whole files. last.pt
@@ -30,7 +31,7 @@ from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.evaluation.metrics import ClassCounts, Evaluation
 from opal_deploy.train.options import CHANGEABLE_ON_RESUME, TrainOptions
 
-FILES = ("best.pt", "last.pt", "metrics.csv", "config.json", "recipe.toml", PATHS, "summary.json")
+FILES = ("best.pt", "last.pt", "metrics.csv", "answers.csv", "config.json", "recipe.toml", PATHS, "summary.json")
 RESUME_ADVICE = "give --resume with the options that the run was started with, another --out, or --overwrite"
 
 
@@ -124,7 +125,7 @@ class TrainRunDirectory:
         self.root = root
         self.best, self.last, self.metrics = root / "best.pt", root / "last.pt", root / "metrics.csv"
         self.config, self.summary, self.recipe = root / "config.json", root / "summary.json", root / "recipe.toml"
-        self.tensorboard = root / "tensorboard"
+        self.tensorboard, self.answers = root / "tensorboard", root / "answers.csv"
 
     def check(self, *, may_hold_run: bool) -> None:
         """Raise UsageError if the directory cannot be written to, or holds a run although it may not.
@@ -190,9 +191,6 @@ def describe_differences(stored: Any, current: dict[str, Any]) -> list[str]:
     stored, current, defaults = json.loads(json.dumps([stored, current, TrainOptions().to_config()]))
     # a stored run knows what `auto` stood for, see `precision` below
     ignored = {*CHANGEABLE_ON_RESUME, "precision"}
-    if current["options"]["schedule"] == "cosine":
-        # its learning rates depend on the number of epochs
-        ignored.discard("epochs")
     # an option that an earlier version did not have was at its default; one that this version lacks meant nothing
     old, new = {**defaults, **stored["options"]}, current["options"]
     pairs = {key: (old[key], new[key]) for key in new.keys() - ignored}

@@ -14,7 +14,7 @@ from opal_deploy.model import network_names
 REFUSED = [
     ({"data": "nowhere"}, "nowhere: no such folder"),
     ({"dataset": "pet"}, "unknown data set 'pet'"),
-    ({"recipe": "pape"}, "not one of grounded, grounded-resnet50, paper"),
+    ({"recipe": "pape"}, "not one of grounded, paper"),
     ({"backbone": "resnet19"}, "did you mean resnet18"),
     ({"backbone": "timm:resnet19"}, "did you mean resnet18"),
     ({"weights": "none.safetensors"}, "no such weights file"),

@@ -9,19 +9,16 @@ import torch
 from torch.nn import functional
 
 from opal_deploy.artifact.documents import Distance
-from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.logs import no_progress
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.model.head import OpalHead
-from opal_deploy.train import loop
 from opal_deploy.train.checkpoints import RunWriter
-from opal_deploy.train.head_fit import compute_frozen_features, prefer_all_layers
+from opal_deploy.train.head_fit import compute_frozen_features
 from opal_deploy.train.images import Batches, TrainImages, normalize
 from opal_deploy.train.losses import Objective, Terms, find_logit_scale
 from opal_deploy.train.machine import start_fabric
-from opal_deploy.train.network import build_network, choose_strides
-from opal_deploy.train.options import load_recipe, resolve
+from opal_deploy.train.network import build_network, settle_stride
 from tests.train.fitting import fit, small
 
 
@@ -40,7 +37,7 @@ def fitted(squares, options, tmp_path_factory):
 
 
 def initial_backbone(options):
-    return build_network(options, 3, None).backbone.state_dict()
+    return build_network(options, "abc", None).backbone.state_dict()
 
 
 def test_no_epochs_leave_the_backbone_as_it_was_and_a_head_that_answers(fitted, options):
@@ -59,47 +56,33 @@ def test_no_epochs_leave_the_backbone_as_it_was_and_a_head_that_answers(fitted, 
     assert sum(counts["correct"] for counts in summary["classes"]) == round(9 * result.test.accuracy)
 
 
-def test_of_two_strides_the_chosen_one_is_trained_as_if_it_was_given(squares, options, tmp_path, monkeypatch):
-    compared, lines = replace(options, compare_strides=True), []
-    monkeypatch.setattr(loop, "prefer_all_layers", lambda finer, all_layers: True)
-    done = fit(squares, compared, tmp_path / "run", log=lines.append)
-    assert "--stride 16)" in lines[1]
-    given = fit(squares, replace(options, stride=32), tmp_path / "given")
-    expected, trained = (checkpoint.load(result.best).network for result in (given, done))
-    assert trained.config == expected.config
-    assert all(torch.equal(value, expected.state_dict()[name]) for name, value in trained.state_dict().items())
-    recipes = [resolve(load_recipe(str(tmp_path / name / "recipe.toml")), {}) for name in ("run", "given")]
-    assert recipes[0] == recipes[1]
-    # the choice is kept
-    assert fit(squares, compared, tmp_path / "run", resume=True).val == done.val
-    further = replace(compared, start_from=str(done.best), epochs=1)
-    assert checkpoint.load(fit(squares, further, tmp_path / "further").best).network.config == trained.config
+def test_a_recipes_cells_are_those_that_the_backbone_has(options):
+    def settle(**changes):
+        settled = settle_stride(replace(options, stride=16, keep_layers=True, adapt_stride=True, **changes), None, None)
+        return settled.stride, settled.keep_layers
 
-
-@pytest.mark.parametrize(
-    ("images", "accuracies", "all_layers"),
-    [(52, (0.44, 0.86), True), (36, (0.81, 0.92), False), (600, (0.7, 0.76), True), (9, (1, 1), False)],
-)
-def test_all_layers_are_kept_where_they_answer_clearly_more(images, accuracies, all_layers):
-    assert prefer_all_layers(*(Evaluation(images, 1.0, accuracy) for accuracy in accuracies)) == all_layers
-
-
-def test_strides_are_not_compared_where_there_is_nothing_to_compare(options):
-    compared = replace(options, compare_strides=True)
-    assert choose_strides(compared, None, None) == [options, replace(options, stride=32)]
-    for change in ({"head_steps": 0}, {"stride": 32}, {"stride": 8, "keep_layers": True}, {"size": 48}):
-        assert choose_strides(replace(compared, **change), None, None) == [replace(options, **change)]
+    assert settle(size=224) == (16, True)
+    # 40 pixels are no multiple of 16; a transformer has one size of cells
+    assert settle(size=40) == settle(backbone="timm:test_vit", size=160) == (None, False)
+    stored = {"options": {"stride": 8, "keep_layers": False}}
+    assert settle_stride(replace(options, adapt_stride=True), None, stored).stride == 8
 
 
 def test_fine_tuning_that_helps_nothing_leaves_the_frozen_network(squares, options, fitted, tmp_path):
-    result = fit(squares, replace(options, epochs=2, lr=0.5), tmp_path / "run")
+    useless = replace(options, epochs=2, lr=0.5)
+    result = fit(replace(squares, whole=None), useless, tmp_path / "run")
     assert (result.best_epoch, len(result.epochs)) == (0, 3)
     weights, expected = (checkpoint.load(each.best).network.state_dict() for each in (result, fitted[0]))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    # images that were set aside are fitted to, once nothing has to be judged by them
+    lines = []
+    result = fit(squares, useless, tmp_path / "all", log=lines.append)
+    assert (result.best_epoch, result.val.images, result.config["data"]["train"]) == (0, 30, 30)
+    assert any("gained nothing" in line for line in lines)
 
 
 def test_a_run_that_ends_after_the_fit_goes_on_bit_by_bit(squares, options, tmp_path, monkeypatch):
-    options = replace(options, epochs=1)
+    options, squares = replace(options, epochs=1), replace(squares, whole=None)
     whole = fit(squares, options, tmp_path / "whole")
     write_last = RunWriter.write_last
 
@@ -125,9 +108,9 @@ def test_the_plain_head_is_fitted_without_memory_to_a_part_of_the_images(squares
 
 
 def test_features_that_do_not_fit_into_memory_are_of_a_part_of_the_images(squares, options):
-    network, (fabric, _) = build_network(options, 3, None), start_fabric("cpu", "fp32")
+    network, (fabric, _) = build_network(options, "abc", None), start_fabric("cpu", "fp32")
     batches = Batches(TrainImages(squares.train, (64, 64)), 8, shuffle_seed=0)
-    view_bytes = 2 * network.backbone.num_features * 4 * 4
+    view_bytes = 2 * min(network.backbone.num_features, 256) * 4 * 4
     for room, images in ((100, 24), (10, 8)):
         frozen = compute_frozen_features(network, batches, fabric, memory=room * view_bytes, progress=no_progress)
         assert (len(frozen.features), len(frozen.labels)) == (images, images)

@@ -60,7 +60,7 @@ def test_a_given_head_replaces_the_recipes_variant():
     [
         {},
         {"head": "linear", "weights": "IMAGENET1K_V2", "backbone": "resnet50"},
-        {"head": "plain", "stride": 16, "keep_layers": True},
+        {"stride": 16, "keep_layers": True},
         {"cws": False, "distance": "linf", "prototypes": 1, "workers": 3, "tf32": True, "seed": 9},
         {"size": (224, 448), "augment": "none", "precision": "bf16", "dataset": "dtd"},
     ],
@@ -96,13 +96,11 @@ def test_sections_and_the_names_of_stored_options_are_read(tmp_path):
 
 def test_the_grounded_recipe_is_the_papers_head_on_finer_cells():
     grounded, paper = (resolve(load_recipe(name), {}) for name in ("grounded", "paper"))
-    assert (grounded.stride, grounded.compare_strides, grounded.augment) == (16, True, "erase")
+    assert (grounded.stride, grounded.keep_layers, grounded.adapt_stride, grounded.augment) == (16, True, True, "erase")
     assert grounded.head_config == paper.head_config
     assert resolve(load_recipe("grounded"), {"backbone": "resnet18"}) == grounded
     given = resolve(load_recipe("grounded"), {"stride": 8})
-    assert (given.stride, given.compare_strides) == (8, False)
-    resnet50 = resolve(load_recipe("grounded-resnet50"), {})
-    assert (resnet50.backbone, resnet50.stride, resnet50.keep_layers) == ("resnet50", 16, True)
+    assert (given.stride, given.keep_layers, given.adapt_stride) == (8, False, False)
     with pytest.raises(UsageError, match="--stride"):
         resolve(load_recipe("paper"), {"keep_layers": True})
 
@@ -110,7 +108,7 @@ def test_the_grounded_recipe_is_the_papers_head_on_finer_cells():
 def test_other_heads_take_the_whole_network_and_random_weights_no_fitted_head():
     for kind in ("plain", "linear"):
         options = resolve(load_recipe("grounded"), {"head": kind})
-        assert (options.stride, options.compare_strides, options.head_steps) == (None, False, 600)
+        assert (options.stride, options.keep_layers, options.head_steps) == (None, False, 300)
     random = resolve(load_recipe("grounded"), {"weights": "none"})
     assert (random.head_steps, random.anchor_probability, random.stride) == (0, None, 16)
 

@@ -1,0 +1,280 @@
+"""Out-of-fold answers: every photograph trains the model, and its figures are those of heads that had not seen it.
+
+The frozen backbone's features are in memory, so fitting a head takes seconds. The photographs are cut into five folds;
+a head fitted to four of them answers the fifth. These answers stand in for a validation split: accuracy, calibration,
+thresholds, and labels that the other folds contradict. The head that is kept is fitted to all photographs. Copies of a
+photograph share a fold: features that are nearly equal would make an answer a memory.
+
+A plain classifier of the same features, the logistic regression that anybody would try first, answers the same folds.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from lightning_fabric import Fabric
+from numpy.typing import NDArray
+from torch import Tensor
+
+from opal_deploy.artifact.files import atomic_write
+from opal_deploy.artifact.outputs import Outputs, compute_probabilities
+from opal_deploy.datasets.samples import DataSet, Sample, display_path
+from opal_deploy.evaluation.metrics import mean_with_interval
+from opal_deploy.evaluation.session import choose_samples
+from opal_deploy.logs import Progress
+from opal_deploy.model.head import OpalHead
+from opal_deploy.model.neighbours import Neighbours, max_images
+from opal_deploy.model.network import OpalNetwork
+from opal_deploy.runtime.torch_session import to_outputs
+from opal_deploy.train.head_fit import FrozenFeatures, fit_head
+from opal_deploy.train.losses import Objective
+
+FOLDS = 5
+# folds are answered until there are so many answers: the accuracy's standard error is then at most 2 points
+ENOUGH_ANSWERS = 600
+# photographs whose pooled features have at least this cosine count as copies, see `group_copies`
+COPY_COSINE = 0.985
+# inverse strengths of the logistic regression's penalty, of which the best counts
+_STRENGTHS = (0.01, 0.1, 1.0)
+_BATCH = 64
+# pairs of classes that are listed as confused
+_PAIRS = 3
+
+
+@dataclass(frozen=True)
+class OutOfFold:
+    """The answers to n training images, each by a head that was fitted to the other folds.
+
+    Attributes:
+        positions: of the images in the data set's training images, int64 [n], ascending.
+        labels: int64 [n].
+        outputs: of all n images, with OOD scores by the neighbours among the other folds.
+        plain: whether the logistic regression is right, bool [n].
+        neighbours: among all training images; None where there are none, see `Neighbours.fit`.
+    """
+
+    positions: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    outputs: Outputs
+    plain: NDArray[np.bool_]
+    neighbours: Neighbours | None
+
+    @property
+    def correct(self) -> NDArray[np.bool_]:
+        """Whether the head is right, bool [n]."""
+        right: NDArray[np.bool_] = self.outputs.logits.argmax(axis=1) == self.labels
+        return right
+
+
+def assign_folds(pooled: Tensor, labels: Tensor, seed: int) -> NDArray[np.int64]:
+    """Return the fold of each image, 0 ... 4, with all classes in each as far as there are images.
+
+    Args:
+        pooled: float32 [n, D], see `group_copies`.
+        labels: int64 [n].
+        seed: of the shuffle.
+    """
+    from sklearn.model_selection import StratifiedGroupKFold
+
+    folds = np.zeros(len(labels), np.int64)
+    splitter = StratifiedGroupKFold(FOLDS, shuffle=True, random_state=seed % (1 << 32))
+    groups = group_copies(pooled)
+    for fold, (_, rows) in enumerate(splitter.split(labels, labels, groups)):
+        folds[rows] = fold
+    return folds
+
+
+def group_copies(pooled: Tensor) -> NDArray[np.int32]:
+    """Return a number per image, equal for images that are nearly the same: re-encoded, resized, or of one burst.
+
+    Args:
+        pooled: float32 [n, D], means of the frozen network's features over the cells.
+    """
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    directions = torch.nn.functional.normalize(pooled - pooled.mean(0), dim=1)
+    pairs = [
+        torch.nonzero(part @ directions.T >= COPY_COSINE) + torch.tensor([start, 0])
+        for start, part in zip(range(0, len(directions), 1024), torch.split(directions, 1024), strict=True)
+    ]
+    rows, columns = torch.cat(pairs).T.numpy()
+    graph = coo_array((np.ones(len(rows), np.bool_), (rows, columns)), shape=(len(pooled), len(pooled)))
+    groups: NDArray[np.int32] = connected_components(graph, directed=False)[1]
+    return groups
+
+
+def answer_out_of_fold(
+    network: OpalNetwork,
+    frozen: FrozenFeatures,
+    samples: Sequence[Sample],
+    background: Tensor,
+    make_objective: Callable[[OpalHead], Objective],
+    fabric: Fabric,
+    *,
+    steps: int,
+    seed: int,
+    progress: Progress,
+) -> OutOfFold:
+    """Return the out-of-fold answers to the training images; each by a new head.
+
+    Args:
+        network: its backbone computed the features; on the run's device.
+        frozen: of one view of every training image, or more.
+        samples: the training images.
+        background: pooled features of out-of-distribution images, float32 [b, D]; see `Neighbours`.
+        make_objective: returns the training loss of a head.
+        fabric: of a single process.
+        steps: of fitting a head.
+        seed: of folds and heads.
+        progress: called with the heads' steps.
+    """
+    images = len(frozen.labels) // frozen.views
+    first = assign_folds(frozen.pooled[:images], frozen.labels[:images], seed)
+    fold_of_position = np.empty(int(frozen.positions.max()) + 1, np.int64)
+    fold_of_position[frozen.positions[:images]] = first
+    folds = torch.from_numpy(fold_of_position)[frozen.positions]  # of each row
+    parts: list[tuple[Tensor, Outputs, NDArray[np.bool_]]] = []
+    for fold in range(min(FOLDS, math.ceil(ENOUGH_ANSWERS * FOLDS / images))):
+        others, rows = torch.nonzero(folds != fold)[:, 0], torch.nonzero(folds[:images] == fold)[:, 0]
+        head = new_head(network, frozen, seed)
+        fit_head(head, frozen, make_objective(head), fabric, steps=steps, progress=progress, among=others)
+        neighbours = fit_neighbours(network, frozen, others[others < images], samples, background)
+        right = answer_plainly(frozen.pooled, frozen.labels, others, rows)
+        parts.append((rows, compute_outputs(head, neighbours, frozen, rows), right))
+    rows = torch.cat([part[0] for part in parts])
+    order = frozen.positions[rows].argsort()
+    # the best of the penalties over all folds
+    plain = np.concatenate([part[2] for part in parts], axis=1)
+    best: NDArray[np.bool_] = plain[plain.sum(axis=1).argmax()][order]
+    outputs, rows = Outputs.concatenate([part[1] for part in parts]).take(order.tolist()), rows[order]
+    neighbours = fit_neighbours(network, frozen, torch.arange(images), samples, background)
+    return OutOfFold(frozen.positions[rows].numpy(), frozen.labels[rows].numpy(), outputs, best, neighbours)
+
+
+def fit_neighbours(
+    network: OpalNetwork, frozen: FrozenFeatures, rows: Tensor, samples: Sequence[Sample], background: Tensor
+) -> Neighbours | None:
+    """Return the neighbours among rows of the features, as many evenly over the classes as a model keeps."""
+    if network.config.head.evidence != "exact":
+        return None
+    shown = [samples[position] for position in frozen.positions[rows].tolist()]
+    kept = rows[choose_samples(shown, max_images(network.config.num_classes))]
+    neighbours = Neighbours.fit(frozen.pooled[kept], frozen.labels[kept], background)
+    return None if neighbours is None else neighbours.to(next(network.parameters()).device)
+
+
+def new_head(network: OpalNetwork, frozen: FrozenFeatures, seed: int) -> OpalHead:
+    """Return an unfitted head of features in memory on the network's device; torch's generators stay as they were."""
+    device = next(network.parameters()).device
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        return OpalHead(frozen.features.shape[1], network.config.num_classes, network.config.head).to(device)
+
+
+def compute_outputs(head: OpalHead, neighbours: Neighbours | None, frozen: FrozenFeatures, rows: Tensor) -> Outputs:
+    """Return the outputs for rows of the features of a head that was fitted to features in memory."""
+    device, batches = next(head.parameters()).device, []
+    with torch.inference_mode():
+        for part in torch.split(rows, _BATCH):
+            outputs = head.explain(head.project(frozen.features[part].to(device).float()))
+            if neighbours is not None:
+                outputs.ood_score = neighbours(frozen.pooled[part][:, :, None, None].to(device))
+            batches.append(to_outputs(outputs))
+    return Outputs.concatenate(batches)
+
+
+def answer_plainly(features: Tensor, labels: Tensor, fitted: Tensor, answered: Tensor) -> NDArray[np.bool_]:
+    """Return whether logistic regressions answer rows right, bool [strengths, answered rows].
+
+    Features are standardised, as scikit-learn's users do it; penalties are `_STRENGTHS`.
+
+    Args:
+        features: float32 [n, P].
+        labels: int64 [n].
+        fitted, answered: rows.
+    """
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    x, y, rows, others = features.numpy(), labels.numpy(), answered.numpy(), fitted.numpy()
+    right = []
+    for strength in _STRENGTHS:
+        classifier = make_pipeline(StandardScaler(), LogisticRegression(C=strength, max_iter=500))
+        right.append(classifier.fit(x[others], y[others]).predict(x[rows]) == y[rows])
+    return np.array(right)
+
+
+def find_doubtful(probabilities: NDArray[np.float64], labels: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return which labels the other folds contradict confidently, bool [n].
+
+    Confident learning (Northcutt, Jiang and Chuang, JAIR 2021): another class than the label is the most probable, with
+    at least the mean probability that photographs labelled with that class have of it.
+
+    Args:
+        probabilities: [n, C], calibrated, out of fold.
+        labels: int64 [n].
+    """
+    own = probabilities[np.arange(len(labels)), labels]
+    counts = np.bincount(labels, minlength=probabilities.shape[1])
+    means = np.bincount(labels, own, minlength=probabilities.shape[1]) / np.maximum(counts, 1)
+    predicted = probabilities.argmax(axis=1)
+    doubtful: NDArray[np.bool_] = (predicted != labels) & (probabilities.max(axis=1) >= means[predicted])
+    return doubtful
+
+
+def describe_answers(answers: OutOfFold, data: DataSet) -> Iterator[str]:
+    """Yield lines on the accuracy out of fold, the classes that are confused most, and the plain classifier."""
+    from scipy.stats import binomtest
+
+    right, count = answers.correct, len(answers.labels)
+    low, high = binomtest(int(right.sum()), count).proportion_ci(method="wilson")
+    yield (
+        f"out of fold, each image answered by a head fitted to the other folds: {right.mean():.1%} of {count:,} right "
+        f"(95 %: {low:.0%} to {high:.0%})"
+    )
+    names, predicted = data.class_names, answers.outputs.logits.argmax(axis=1)
+    pairs = Counter(zip(answers.labels[~right].tolist(), predicted[~right].tolist(), strict=True)).most_common(_PAIRS)
+    if pairs:
+        confused = ", ".join(f"{names[label]} as {names[other]} {number}" for (label, other), number in pairs)
+        yield f"most often confused: {confused}"
+    lead = mean_with_interval(right.astype(float) - answers.plain)
+    yield (
+        f"a logistic regression on the same network's mean features, without explanation: {answers.plain.mean():.1%} "
+        f"(difference {100 * lead.mean:+.1f} points, 95 %: {100 * lead.low:+.1f} to {100 * lead.high:+.1f})"
+    )
+
+
+def write_answers(path: Path, answers: OutOfFold, data: DataSet, temperature: float | None) -> int:
+    """Write the answers as a table, one row per image, doubtful labels first; return the number of doubtful labels.
+
+    Args:
+        path: of the CSV file.
+        answers: to images of `data.train`.
+        data: of the run.
+        temperature: of the calibrated probabilities; without one, none are written and no label is doubted.
+    """
+    logits, labels = answers.outputs.logits, answers.labels
+    predicted, doubtful = logits.argmax(axis=1), np.zeros(len(labels), np.bool_)
+    probabilities = None
+    if temperature is not None:
+        every = np.broadcast_to(np.arange(data.num_classes), logits.shape)
+        probabilities = compute_probabilities(logits, every, temperature)
+        doubtful = find_doubtful(probabilities, labels)
+    with atomic_write(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(["image", "label", "predicted", "probability", "label_probability", "doubtful"])
+        for row in sorted(range(len(labels)), key=lambda row: not doubtful[row]):
+            sample, own, other = data.train[answers.positions[row]], int(labels[row]), int(predicted[row])
+            pair = ["", ""] if probabilities is None else [f"{probabilities[row, c]:.4f}" for c in (other, own)]
+            names = [display_path(sample.path, data.root), data.class_names[own], data.class_names[other]]
+            writer.writerow([*names, *pair, int(doubtful[row])])
+    return int(doubtful.sum())
