@@ -313,7 +313,14 @@ reproduce() {
   [ -n "${PRINT:-}" ] || { [ -d "${CUB100:-}" ] && [ -f "${RESNET50:-}" ]; } || return
   # the paper's recipe with this file of weights; the rows name the backbone
   sed "s|^weights = .*|weights = \"${RESNET50:-RESNET50}\"|" opal_deploy/train/recipes/paper.toml > "$work/reproduce.toml"
-  local run=("${opal[@]}" reproduce backbones --row ResNet-50 --row "ResNet-50, OPAL" --data "cub100=${CUB100:-CUB100}"
+  # the subset's tables as a labels.csv; its flag is 1 for a test image
+  [ -n "${PRINT:-}" ] || {
+    mkdir -p "$work/birds" && ln -sfn "$(realpath "$CUB100")/images" "$work/birds/images"
+    paste -d , "$CUB100/images.txt" "$CUB100/train_test_split.txt" | tr -d '\r' | awk -F ' *, *' '
+      BEGIN { print "image,label,split" }
+      { split($2, part, "/"); print "images/" $2 "," part[1] "," ($4 == 1 ? "test" : "train") }' > "$work/birds/labels.csv"
+  }
+  local run=("${opal[@]}" reproduce backbones --row ResNet-50 --row "ResNet-50, OPAL" --data "csv=$work/birds"
     --recipe "$work/reproduce.toml" --out "$work/reproduce")
   # seed by seed: what is finished when the time is over is a table already
   step reproduce "$(($(left) - 15))" "${run[@]}"

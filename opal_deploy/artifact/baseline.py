@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.class_map import ClassMap
@@ -146,7 +146,7 @@ class Baseline:
     stride: AtLeastOne
     classes: tuple[Count, ...]
     quantiles: Mapping[str, _Quantiles]
-    slots: Mapping[int, SlotBaseline] = field(default_factory=dict)
+    slots: Mapping[Count, SlotBaseline] = field(default_factory=dict)
     pooled: SlotBaseline | None = None
     ood_score: tuple[Number, ...] = ()
     background: Count = 0
@@ -247,32 +247,17 @@ class Baseline:
         """
         if not raw:
             return None
-        document = dict(raw)
         try:
-            columns = check_document(document.get("slots"), _Columns, "baseline.slots")
-            rows = zip(columns.channel, *(getattr(columns, name) for name in _SLOT_FIELDS), strict=True)
-            document["slots"] = {channel: dict(zip(_SLOT_FIELDS, values, strict=True)) for channel, *values in rows}
-            return check_document(document, Baseline, "baseline")
-        except ArtifactError as error:
-            raise ArtifactError(f"{error}; measure it again with `opal-deploy evaluate --record`") from None
+            columns = check_document(raw.get("slots"), dict[str, tuple[Any, ...]], "baseline.slots")
+            rows = zip(*(columns[name] for name in ("channel", *_SLOT_FIELDS)), strict=True)
+            slots = {channel: dict(zip(_SLOT_FIELDS, values, strict=True)) for channel, *values in rows}
+            return check_document({**raw, "slots": slots}, Baseline, "baseline")
+        except (ArtifactError, KeyError, ValueError, TypeError) as error:
+            text = error if isinstance(error, ArtifactError) else f"baseline.slots: {error}"
+            raise ArtifactError(f"{text}; measure it again with `opal-deploy evaluate --record`") from None
 
 
 _SLOT_FIELDS = tuple(SlotBaseline.__dataclass_fields__)
-
-
-class _Columns(Struct):
-    """The distributions of slots by attribute, as JSON has them, with their channels."""
-
-    channel: tuple[Count, ...]
-    images: tuple[Any, ...]
-    score: tuple[Any, ...]
-    contribution: tuple[Any, ...]
-    places: tuple[Any, ...]
-    share: tuple[Any, ...]
-
-    def __post_init__(self) -> None:
-        if any(len(getattr(self, name)) != len(self.channel) for name in _SLOT_FIELDS):
-            raise ValueError("expected as many values as channels")
 
 
 def _stored_ranks(images: int) -> NDArray[np.int64]:

@@ -194,11 +194,10 @@ class Removal(Struct):
 
 
 class Faithfulness(Struct):
-    """How removing the evidence changes answers, and the share of cells that stay under a change of the image."""
+    """How removing the evidence changes answers."""
 
     images: Count
-    removal: tuple[Removal, ...]
-    same_cell: dict[str, Number | None]
+    removal: Annotated[tuple[Removal, ...], Meta(min_length=1)]
 
 
 class Evaluation(Struct):

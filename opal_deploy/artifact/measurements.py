@@ -12,16 +12,12 @@ The document `Metadata.evaluation`; figures that were not measured are left out.
     data, split, images, boxes   the data set's folder, its split, how many images, whether they were cropped to boxes
     accuracy                     0 ... 1
     pointing_game                `object`, `part`, `distinguishing_part`: {mean, low, high, count, random} or null
-    faithfulness                 {images, removal: [{fill, changed, changed_random, drop_beyond_random: {mean}}],
-                                 same_cell: {change: share}}
-    attack                       {images, levels, margin, steps, outside: [{region, method, flipped}]}
-    randomisation                {images, same_cell, part, part_before}
-    interventions                {images, correlation: {method: rank correlation}}
-    prototype_consistency, prototype_stability, part_purity
+    faithfulness                 {images, removal: [{fill, changed, changed_random, drop_beyond_random: {mean}}]}
+    attack, randomisation, interventions, prototype_consistency, prototype_stability, part_purity
+                                 as in `evaluate --json`
 
 `changed` is the share of images whose predicted class changes without the evidence's cells, `changed_random` without as
-many random foreground cells; `drop_beyond_random` is by how much more its cosine falls. `flipped` is the share of
-answers that small changes outside the evidence flip.
+many random foreground cells; `drop_beyond_random` is by how much more its cosine falls.
 """
 
 from __future__ import annotations
@@ -54,8 +50,6 @@ NOT_FITTED = "no temperature was fitted; `opal-deploy evaluate DATA --model MODE
 # share of the gradient's energy in the effective field
 ENERGY_SHARE = 0.9
 _SHARES = (("object", "in the object"), ("part", "on a part"), ("distinguishing_part", "on a distinguishing part"))
-# the changes to images that the line on faithfulness names
-_CHANGES = {"JPEG quality 75": "JPEG (quality 75)", "horizontal flip": "mirroring"}
 
 
 @dataclass(frozen=True)
@@ -270,7 +264,7 @@ def list_evaluation(
         shares = "not measured (no boxes, masks or parts)"
     removal = f"not measured; measure it with: {command}"
     if measured.faithfulness is not None:
-        removal = "; ".join(_describe_faithfulness(measured.faithfulness))
+        removal = _describe_faithfulness(measured.faithfulness)
     rows = [("where it lies", shares), ("if removed", removal)]
     field = ReceptiveField.from_dict(receptive_field or {})
     if field is not None and field.effective is not None:
@@ -293,15 +287,10 @@ def _describe_pointing(game: PointingGame) -> str:
     )
 
 
-def _describe_faithfulness(measured: Faithfulness) -> Iterator[str]:
-    for removal in measured.removal[:1]:
-        random = removal.changed_random
-        beside = "" if random is None else f", without as many random cells {100 * random:.0f} %"
-        yield (
-            f"without its cells {100 * removal.changed:.0f} % of {measured.images} answers change{beside} "
-            f"({removal.fill})"
-        )
-    shares = [(measured.same_cell.get(change), title) for change, title in _CHANGES.items()]
-    kept = [f"{100 * share:.0f} % under {title}" for share, title in shares if share is not None]
-    if kept:
-        yield f"cells stay: {', '.join(kept)}"
+def _describe_faithfulness(measured: Faithfulness) -> str:
+    removal = measured.removal[0]
+    random = removal.changed_random
+    beside = "" if random is None else f", without as many random cells {100 * random:.0f} %"
+    return (
+        f"without its cells {100 * removal.changed:.0f} % of {measured.images} answers change{beside} ({removal.fill})"
+    )

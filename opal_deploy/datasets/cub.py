@@ -1,4 +1,4 @@
-"""CUB-200-2011: 200 species of birds, cropped to their boxes in training and in test, as in the paper; and a subset.
+"""CUB-200-2011: 200 species of birds, cropped to their boxes in training and in test, as in the paper.
 
     images.txt              <image id> <path under images/>
     image_class_labels.txt  <image id> <class id>
@@ -10,10 +10,6 @@
 
 Ids count from 1. The official split is used; it has no validation images. The fifteen parts are for evaluation only
 (`read_parts`) and may be absent.
-
-`cub100` is a course's subset: 100 classes, images resized to 227x227, comma-separated tables, ids from 0, no boxes.
-There the flag is 1 for TEST and 0 for training: the subset's README calls it "is training", but counts 2,999 training
-images, as many as there are zeros.
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +28,6 @@ from opal_deploy.datasets.samples import (
     Listing,
     Sample,
     build_listing,
-    missing_files,
     pluralize,
     read_text,
     shorten_list,
@@ -41,51 +35,38 @@ from opal_deploy.datasets.samples import (
 from opal_deploy.errors import UsageError
 from opal_deploy.preprocess.geometry import Box
 
-IMAGES, _LABELS, _SPLIT, _CLASSES = "images.txt", "image_class_labels.txt", "train_test_split.txt", "classes.txt"
-BOXES = "bounding_boxes.txt"
+IMAGES, BOXES = "images.txt", "bounding_boxes.txt"
+_TABLES = (IMAGES, "image_class_labels.txt", "train_test_split.txt", "classes.txt")
 _PART_LOCATIONS = Path("parts") / "part_locs.txt"
 _BOX_LINE = re.compile(r"\s*\d+(\s+[-+.\deE]+){4}\s*$")
 _ADVICE = "unpack the official archive again, or fix its tables; evaluate --no-parts leaves out those of the parts"
 
 
-def _is_cub(folder: Path, *, subset: bool = False) -> bool:
-    """Return whether the folder has CUB's tables; those of the subset have a comma after the image id."""
-    if missing_files(folder, IMAGES, _LABELS):
-        return False
-    with (folder / IMAGES).open(encoding="utf-8-sig", errors="replace") as file:
-        return bool(re.match(r"\s*\d+\s*,", file.readline())) is subset
-
-
-def _read_cub(folder: Path, *, subset: bool = False) -> Listing:
-    """Read the tables of CUB, or of `cub100`; UsageError where they do not fit each other."""
-    images, labels, flags, classes = (
-        read_table(folder / table, 1, "," if subset else None) for table in (IMAGES, _LABELS, _SPLIT, _CLASSES)
-    )
-    boxes = {} if subset else read_table(folder / BOXES, 4)
+def _read_cub(folder: Path) -> Listing:
+    """Read the tables of CUB; UsageError where they do not fit each other."""
+    images, labels, flags, classes = (read_table(folder / table, 1) for table in _TABLES)
+    boxes = read_table(folder / BOXES, 4)
     ids = sorted(classes, key=int)
-    samples: dict[str, list[Sample]] = {"0": [], "1": []}
+    splits: dict[str, list[Sample]] = {"train": [], "test": []}
     for key, (name,) in images.items():
         try:
-            box = None if subset else to_corners(boxes[key])
-            samples[flags[key][0]].append(Sample(folder / "images" / name, ids.index(labels[key][0]), box))
+            split = {"1": "train", "0": "test"}[flags[key][0]]
+            sample = Sample(folder / "images" / name, ids.index(labels[key][0]), to_corners(boxes[key]))
         except (KeyError, ValueError) as error:
             raise UsageError(
                 f"{folder}: image id {key}: no line, class or flag in some table ({error}); {_ADVICE}"
             ) from None
-    train, test = ("0", "1") if subset else ("1", "0")
-    splits = {"train": samples[train], "test": samples[test]}
-    names = [classes[key][0] for key in ids]
-    listing = build_listing("cub100" if subset else "cub", folder, names, splits, crop=None if subset else "boxes")
+        splits[split].append(sample)
+    listing = build_listing("cub", folder, [classes[key][0] for key in ids], splits, crop="boxes")
     return replace(listing, advice=_ADVICE)
 
 
-def read_table(path: Path, num_values: int, separator: str | None = None, *, num_ids: int = 1) -> dict[str, list[str]]:
+def read_table(path: Path, num_values: int, *, num_ids: int = 1) -> dict[str, list[str]]:
     """Return ids (joined by spaces) to values of one of CUB's tables, in the file's order.
 
     Args:
         path: the table.
         num_values: values per line after the ids. A single value is text and may hold spaces; several are numbers.
-        separator: None for spaces and tabs.
         num_ids: ids at the beginning of each line.
 
     Raises:
@@ -93,18 +74,18 @@ def read_table(path: Path, num_values: int, separator: str | None = None, *, num
     """
     rows: dict[str, list[str]] = {}
     for number, line in enumerate(read_text(path, _ADVICE).splitlines(), 1):
-        words = [word.strip() for word in line.split(separator, maxsplit=1 if num_values == 1 else -1)]
+        words = line.strip().split(maxsplit=1 if num_values == 1 else -1)
         ids, values = words[:num_ids], words[num_ids:]
         try:
             key = " ".join(str(int(word)) for word in ids)
-            is_valid = len(values) == num_values and all(values) and key not in rows
+            is_valid = len(values) == num_values and key not in rows
             is_valid = is_valid and (num_values == 1 or bool(np.isfinite([*map(float, values)]).all()))
         except ValueError:
             is_valid = False
         if line.strip() and not is_valid:
             raise UsageError(
                 f"{path}, line {number}: {line.strip()[:80]!r} is not CUB's format, ids that are new ({num_ids}) and "
-                f"values ({num_values}) separated by {'a comma' if separator else 'spaces'}; {_ADVICE}"
+                f"values ({num_values}) separated by spaces; {_ADVICE}"
             )
         if line.strip():
             rows[key] = values
@@ -117,11 +98,6 @@ def to_corners(box: Sequence[str]) -> Box:
     """Return (x0, y0, x1, y1) for a row (x, y, width, height) of bounding_boxes.txt."""
     x, y, width, height = map(float, box)
     return x, y, x + width, y + height
-
-
-def find_box_file(root: Path) -> Path | None:
-    """Return CUB's file of boxes in a data set's folder; None without it."""
-    return root / BOXES if (root / BOXES).is_file() else None
 
 
 def is_cub_boxes(text: str) -> bool:
@@ -142,9 +118,7 @@ def read_cub_boxes(path: Path) -> list[tuple[str, Box]]:
     return [(names[key][0], to_corners(values)) for key, values in boxes.items()]
 
 
-_TABLES = (IMAGES, _LABELS, _SPLIT, _CLASSES)
-CUB = Adapter("cub", _read_cub, (*_TABLES, BOXES), is_own=_is_cub)
-CUB100 = Adapter("cub100", partial(_read_cub, subset=True), _TABLES, is_own=partial(_is_cub, subset=True))
+CUB = Adapter("cub", _read_cub, (*_TABLES, BOXES))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ the class folders get a warning.
 from __future__ import annotations
 
 import csv
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,6 +24,7 @@ from opal_deploy.datasets.samples import (
     Sample,
     build_listing,
     display_path,
+    list_images,
     read_text,
     shorten_list,
 )
@@ -52,8 +52,8 @@ def _read_image_folder(root: Path) -> Listing:
         samples[split] = [
             Sample(path, label)
             for label, name in enumerate(class_names)
-            for path in _walk_files(folder / name)
-            if path.suffix.lower() in IMAGE_SUFFIXES
+            if (folder / name).is_dir()
+            for path in list_images(folder / name)
         ]
         if class_names and not samples[split]:
             problems.append(f"no images in {folder.name}/")
@@ -88,20 +88,6 @@ def subfolders(folder: Path) -> list[Path]:
     return sorted((p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")), key=lambda p: p.name)
 
 
-def _walk_files(folder: Path) -> list[Path]:
-    """Return the files below a folder, sorted, without hidden ones; OSError for a folder that cannot be read."""
-
-    def refuse(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):
-            raise error
-
-    files: list[Path] = []
-    for parent, inner, names in os.walk(folder, onerror=refuse):
-        inner[:] = [name for name in inner if name[0] != "."]
-        files += [Path(parent, name) for name in names if name[0] != "."]
-    return sorted(files)
-
-
 def _read_rows(path: Path) -> Iterator[dict[str, str]]:
     """Yield the rows of a CSV file by lower-case column, without blanks around values."""
     try:
@@ -128,10 +114,10 @@ def _read_csv(folder: Path) -> Listing:
 
 
 def _is_csv(folder: Path) -> bool:
-    row = next(_read_rows(folder / _LIST), {}) if (folder / _LIST).is_file() else {}
+    row = next(_read_rows(folder / _LIST), {})
     return "label" in row and ("image" in row or "filename" in row)
 
 
 CSV = Adapter("csv", _read_csv, (_LIST,), is_own=_is_csv)
 # the registry falls back to it for every folder that no adapter recognises
-IMAGE_FOLDER = Adapter("imagefolder", _read_image_folder, is_own=lambda folder: False)
+IMAGE_FOLDER = Adapter("imagefolder", _read_image_folder, (), is_own=lambda folder: False)

@@ -40,9 +40,6 @@ from opal_deploy.datasets.samples import (
 from opal_deploy.errors import UsageError, require
 from opal_deploy.preprocess.geometry import Box
 
-# LookupError: an unknown encoding
-_ANNOTATION_ERRORS = (OSError, ElementTree.ParseError, ValueError, LookupError)
-
 
 def _read_dogs(folder: Path) -> Listing:
     """Read lists and boxes."""
@@ -50,27 +47,7 @@ def _read_dogs(folder: Path) -> Listing:
     breeds = sorted({(sample.label, sample.path.parent.name) for samples in splits.values() for sample in samples})
     if [label for label, _ in breeds] != list(range(len(breeds))):
         raise UsageError(f"{folder}: the lists' class ids and folders are not one to one; {ADVICE}")
-
-    def add_box(sample: Sample) -> Sample:
-        path = folder / "Annotation" / sample.path.parent.name / sample.path.stem
-        try:
-            return replace(sample, box=_read_voc_box(path))
-        except _ANNOTATION_ERRORS as error:
-            if sample.path.is_file():
-                raise UsageError(f"{path}: not a readable annotation ({error}); {ADVICE}") from None
-            return sample  # the missing image is reported
-
-    splits = {split: [*map(add_box, samples)] for split, samples in splits.items()}
     return build_listing("dogs", folder, [name for _, name in breeds], splits, crop="boxes")
-
-
-def _read_voc_box(path: Path) -> Box:
-    """Return the first box of an annotation in PASCAL VOC's XML, (x0, y0, x1, y1) in pixels."""
-    element = ElementTree.parse(path).getroot().find("object/bndbox")
-    if element is None:
-        raise ValueError("no object/bndbox")
-    x0, y0, x1, y1 = (float(element.findtext(edge, "absent")) for edge in ("xmin", "ymin", "xmax", "ymax"))
-    return x0, y0, x1, y1
 
 
 def _read_dogs_list(folder: Path, name: str) -> list[Sample]:
@@ -81,10 +58,28 @@ def _read_dogs_list(folder: Path, name: str) -> list[Sample]:
     try:
         table = loadmat(path, squeeze_me=True)
         rows = zip(np.atleast_1d(table["file_list"]), np.atleast_1d(table["labels"]), strict=True)
-        return [Sample(folder / "Images" / str(file), int(label) - 1) for file, label in rows]
+        samples = [Sample(folder / "Images" / str(file), int(label) - 1) for file, label in rows]
     except Exception as error:  # SciPy's reader raises nearly anything for a damaged file
         text = " ".join(str(error).split())
         raise UsageError(f"{path}: not a Matlab file with file_list and as many labels ({text}); {ADVICE}") from None
+    # a missing image has no box; it is reported with all others
+    return [replace(sample, box=_read_voc_box(folder, sample.path)) for sample in samples]
+
+
+def _read_voc_box(folder: Path, image: Path) -> Box | None:
+    """Return the first box in an image's annotation, PASCAL VOC's XML: (x0, y0, x1, y1) in pixels."""
+    path = folder / "Annotation" / image.parent.name / image.stem
+    try:
+        element = ElementTree.parse(path).getroot().find("object/bndbox")
+        if element is None:
+            raise ValueError("no object/bndbox")
+        x0, y0, x1, y1 = (float(element.findtext(edge, "absent")) for edge in ("xmin", "ymin", "xmax", "ymax"))
+    # LookupError: an unknown encoding
+    except (OSError, ElementTree.ParseError, ValueError, LookupError) as error:
+        if image.is_file():
+            raise UsageError(f"{path}: not a readable annotation ({error}); {ADVICE}") from None
+        return None
+    return x0, y0, x1, y1
 
 
 def _read_lists(name: str, class_name: str, own_name: str, splits: Mapping[str, str], folder: Path) -> Listing:

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from opal_deploy.datasets.checks import check_dataset, duplicate_warnings
-from opal_deploy.datasets.cub import CUB, CUB100
+from opal_deploy.datasets.cub import CUB
 from opal_deploy.datasets.image_folder import CSV, IMAGE_FOLDER
 from opal_deploy.datasets.published import DOGS, TORCHVISION_DATASETS
 from opal_deploy.datasets.samples import (
-    Adapter,
     DataSet,
     Listing,
     find_root,
@@ -24,7 +23,7 @@ from opal_deploy.datasets.samples import (
 from opal_deploy.errors import OpalError, UsageError
 from opal_deploy.logs import Progress
 
-_ADAPTERS = {adapter.name: adapter for adapter in (CUB, CUB100, DOGS, *TORCHVISION_DATASETS, CSV, IMAGE_FOLDER)}
+_ADAPTERS = {adapter.name: adapter for adapter in (CUB, DOGS, *TORCHVISION_DATASETS, CSV, IMAGE_FOLDER)}
 DATASET_NAMES: tuple[str, ...] = tuple(_ADAPTERS)
 
 
@@ -91,23 +90,18 @@ def find_recorded_dataset(
 
 
 def _read(root: Path, dataset: str | None) -> Listing:
-    adapter = _find_adapter(root, dataset)
-    if missing := missing_files(root, *adapter.files):
-        raise UsageError(
-            f"{root}: read as {adapter.name} but lacks {shorten_list(missing)}; unpack all of the official archives "
-            "there, or, if its folders are classes, give --dataset imagefolder"
-        )
-    return adapter.read(root)
-
-
-def _find_adapter(root: Path, dataset: str | None) -> Adapter:
-    """Return the adapter of this name, or the one that recognises the folder."""
-    if dataset is not None and dataset not in _ADAPTERS:
+    """Read the lists with the adapter of this name, or with the one that recognises the folder."""
+    if dataset is None:
+        own = [a for a in _ADAPTERS.values() if not missing_files(root, *a.files) and a.is_own(root)] or [IMAGE_FOLDER]
+        if len(own) > 1:
+            names = ", ".join(adapter.name for adapter in own)
+            raise UsageError(f"{root}: looks like several data sets ({names}); choose one with --dataset")
+        return own[0].read(root)
+    if dataset not in _ADAPTERS:
         raise UsageError(f"unknown data set {dataset!r}; choose one of {', '.join(DATASET_NAMES)}")
-    if dataset is not None:
-        return _ADAPTERS[dataset]
-    matches = [adapter for adapter in _ADAPTERS.values() if adapter.recognizes(root)]
-    if len(matches) > 1:
-        names = ", ".join(adapter.name for adapter in matches)
-        raise UsageError(f"{root}: looks like several data sets ({names}); choose one with --dataset")
-    return matches[0] if matches else IMAGE_FOLDER
+    if missing := missing_files(root, *_ADAPTERS[dataset].files):
+        raise UsageError(
+            f"{root}: read as {dataset} but lacks {shorten_list(missing)}; unpack all of the official archives there, "
+            "or, if its folders are classes, give --dataset imagefolder"
+        )
+    return _ADAPTERS[dataset].read(root)

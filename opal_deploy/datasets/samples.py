@@ -127,18 +127,14 @@ class Adapter:
     Attributes:
         name: the name on the command line.
         read: from the data set's folder to its lists.
-        files: the files that the folder must have, see `missing_files`.
-        is_own: whether a folder is unmistakably this data set; None: if it has all files.
+        files: the files that the folder must have, see `missing_files`; a folder that has them all is recognised.
+        is_own: whether a folder with all files is this data set, where their names do not tell.
     """
 
     name: str
     read: Callable[[Path], Listing]
-    files: tuple[str, ...] = ()
-    is_own: Callable[[Path], bool] | None = None
-
-    def recognizes(self, folder: Path) -> bool:
-        """Return whether a folder is unmistakably this data set."""
-        return not missing_files(folder, *self.files) if self.is_own is None else self.is_own(folder)
+    files: tuple[str, ...]
+    is_own: Callable[[Path], bool] = lambda folder: True
 
 
 def build_listing(
@@ -283,7 +279,19 @@ def describe_never_predicted(images: Mapping[str, int], predicted: Collection[st
 
 
 def list_images(folder: Path) -> list[Path]:
-    """Return the files below a folder with an image format's suffix, sorted; UsageError for a missing folder."""
+    """Return the files below a folder with an image format's suffix, sorted, without hidden files and folders.
+
+    Raises:
+        UsageError: the folder is missing, or it or one below cannot be read.
+    """
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder of images")
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+
+    def refuse(error: OSError) -> None:
+        raise unreadable_error(error, folder)
+
+    paths: list[Path] = []
+    for parent, inner, names in os.walk(folder, onerror=refuse):
+        inner[:] = [name for name in inner if name[0] != "."]
+        paths += [Path(parent, name) for name in names if name[0] != "."]
+    return sorted(path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES)

@@ -24,6 +24,7 @@ from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import FloatArray, IntArray, Outputs
 from opal_deploy.datasets.cub import PartLocations
+from opal_deploy.evaluation.metrics import Figures
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.session import AttentionSession, ImageBatch, Session
@@ -45,24 +46,20 @@ TOP = 10
 
 
 @dataclass(frozen=True)
-class PartFigures:
-    """Consistency, stability and purity over the images of a split, in percent as in the paper's tables."""
+class PartFigures(Figures):
+    """Consistency, stability and purity over the images of a split, shares 0 ... 1; None where not measured."""
 
-    consistency: float | None  # see `prototype_consistency`; None where not measured, as the following
-    stability: float | None  # see `prototype_stability`
-    purity: float | None  # purity, purity_std: mean and standard deviation over channels, see `purity_by_channel`
-    purity_std: float | None
-    prototypes: int
-    images: int
+    prototype_consistency: float | None  # see `prototype_consistency`
+    prototype_stability: float | None  # see `prototype_stability`
+    part_purity: float | None  # mean and standard deviation over channels, see `purity_by_channel`
+    part_purity_std: float | None
+    part_prototypes: int
+    part_images: int
     unavailable: dict[str, str] = field(default_factory=dict)  # figure to the reason why it was not measured
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures for JSON as shares, 0 ... 1; a figure that was not measured is null, with its reason."""
-        percent = (self.consistency, self.stability, self.purity, self.purity_std)
-        names = (CONSISTENCY, STABILITY, PURITY, f"{PURITY}_std")
-        shares = {name: None if share is None else share / 100 for name, share in zip(names, percent, strict=True)}
-        unavailable = {"unavailable": self.unavailable} if self.unavailable else {}
-        return {**shares, "part_prototypes": self.prototypes, "part_images": self.images, **unavailable}
+        """Return the figures for JSON; a figure that was not measured is null, with its reason."""
+        return {name: value for name, value in super().to_dict().items() if value != {}}
 
 
 class PartProtocol:
@@ -130,7 +127,7 @@ class PartProtocol:
             points, names = self._parts.input_points(_SIDE, crops), self._parts.names
             purities = purity_by_channel(outputs.scores, outputs.argmax, self._metadata.grid, points, visible, names)
             supporting = purities[(class_map.matrix > 0).any(axis=0)]
-            purity, purity_std = 100.0 * float(supporting.mean()), 100.0 * float(supporting.std())
+            purity, purity_std = float(supporting.mean()), float(supporting.std())
         return PartFigures(consistency, stability, purity, purity_std, prototypes, len(labels), self.unavailable)
 
 
@@ -230,7 +227,7 @@ def part_hits(centres: NDArray[np.int64], points: NDArray[np.int64], visible: ND
 def prototype_consistency(
     hit: NDArray[np.bool_], visible: NDArray[np.bool_], labels: NDArray[np.int64], class_map: ClassMap
 ) -> float:
-    """Return the percentage, 0 ... 100, of prototypes that hit one part on at least 80 % of their class's images.
+    """Return the share, 0 ... 1, of prototypes that hit one part on at least 80 % of their class's images.
 
     The share is over the images on which the part is visible. Classes without images, dropped slots and
     those that speak against their class do not count.
@@ -246,13 +243,13 @@ def prototype_consistency(
         shares = hit[of_class].sum(axis=0) / seen  # [m, P]
         scores.append((shares >= CONSISTENT).any(axis=1)[class_map.supporting[label]])
     consistent = np.concatenate(scores)
-    return 100.0 * int(consistent.sum()) / len(consistent)
+    return int(consistent.sum()) / len(consistent)
 
 
 def prototype_stability(
     clean: NDArray[np.bool_], noisy: NDArray[np.bool_], labels: NDArray[np.int64], class_map: ClassMap
 ) -> float:
-    """Return the mean percentage, 0 ... 100, of images on which noise changes none of a prototype's hits.
+    """Return the mean share, 0 ... 1, of images on which noise changes none of a prototype's hits.
 
     Args:
         clean, noisy: [N, m, P], hits without and with noise; on each image the prototypes of its own class.
@@ -260,7 +257,7 @@ def prototype_stability(
     """
     same = (clean == noisy).all(axis=2)  # [N, m]
     shares = [same[labels == label].mean(axis=0)[class_map.supporting[label]] for label in np.unique(labels)]
-    return 100.0 * float(np.concatenate(shares).mean())
+    return float(np.concatenate(shares).mean())
 
 
 def add_noise(images: FloatArray, indices: Sequence[int]) -> FloatArray:

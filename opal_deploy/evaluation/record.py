@@ -138,43 +138,20 @@ def build_evaluation(document: Mapping[str, Any], data: DataSet, split: str) -> 
         "boxes": document["boxes"] and data.crop is not None,
         "accuracy": document[f"{split}_accuracy"],
     }
-    if game := document.get("pointing_game"):
-        evaluation["pointing_game"] = game
     if figures := document.get("faithfulness"):
         rows = {row["ranking"]: row for row in figures["rankings"]}
-        random = rows.get(RANDOM)
-        evaluation["faithfulness"] = {
-            "images": figures["images"],
-            "random_control": figures["random_control"],
-            "removal": [
-                {
-                    "fill": rows[CONTRIBUTION]["fill"],
-                    "changed": 1 - rows[CONTRIBUTION]["class_kept"],
-                    "changed_random": None if random is None else 1 - random["class_kept"],
-                    "drop_beyond_random": None if random is None else random["advantage"]["drop"],
-                }
-            ],
-            # shares of cells that stay under a change of the image, which is not measured any more
-            "same_cell": {},
+        own, random = rows[CONTRIBUTION], rows.get(RANDOM)
+        removal = {
+            "fill": own["fill"],
+            "changed": 1 - own["class_kept"],
+            "changed_random": None if random is None else 1 - random["class_kept"],
+            "drop_beyond_random": None if random is None else random["advantage"]["drop"],
         }
-    if figures := document.get("attack"):
-        evaluation["attack"] = {key: figures[key] for key in ("images", "levels", "margin", "steps")}
-        evaluation["attack"]["outside"] = [
-            {"region": row["region"], "method": row["method"], "flipped": 1 - row["kept"]["mean"]}
-            for row in figures["outside"]
-        ]
-    if figures := document.get("randomisation"):
-        trained, shuffled = figures["stages"][0], figures["stages"][-1]
-        same_cell = shuffled["same_cell"]["mean"]
-        evaluation["randomisation"] = {"images": figures["images"], "same_cell": same_cell}
-        for name, share in (("part", shuffled["part"]), ("part_before", trained["part"])):
-            if share is not None:
-                evaluation["randomisation"][name] = share["mean"]
-    if figures := document.get("interventions"):
-        correlation = {row["method"]: row["single_deletion"]["mean"] for row in figures["explained"]}
-        evaluation["interventions"] = {"images": figures["images"], "correlation": correlation}
-    copied = {key: document.get(key) for key in (CONSISTENCY, STABILITY, PURITY)}
-    return evaluation | {key: value for key, value in copied.items() if value is not None}
+        # version 0.1.0 expects shares of cells that stay under a change of the image
+        kept = {key: figures[key] for key in ("images", "random_control")}
+        evaluation["faithfulness"] = {**kept, "removal": [removal], "same_cell": {}}
+    copied = (CONSISTENCY, STABILITY, PURITY, "pointing_game", "attack", "randomisation", "interventions")
+    return evaluation | {key: document[key] for key in copied if document.get(key) is not None}
 
 
 def record_measurements(path: Path, changes: dict[str, dict[str, Any]]) -> str:

@@ -146,9 +146,9 @@ def read_boxes(path: Path, confidence: float = DEFAULT_CONFIDENCE) -> Crops:
     Raises:
         UsageError: unreadable, other columns or keys, not a number, an image with two boxes.
     """
-    from opal_deploy.datasets.cub import IMAGES, find_box_file, is_cub_boxes, read_cub_boxes
+    from opal_deploy.datasets.cub import BOXES, IMAGES, is_cub_boxes, read_cub_boxes
 
-    path = find_box_file(path) or path
+    path = path / BOXES if (path / BOXES).is_file() else path
     text, identity = _read_file(f"{path}", path, "a CSV or COCO file, or MegaDetector's results")
     if text.lstrip().startswith("{"):
         if f'"{_DETECTIONS_KEY}"' in text:

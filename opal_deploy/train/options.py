@@ -121,7 +121,7 @@ class TrainOptions(Options):
     workers: Annotated[int | None, _advanced(
         "Processes that prepare images.", min=0, default="fits the machine")] = None
     dataset: Annotated[str | None, _data(
-        "cub, dogs, cars, pets, flowers, imagenet, caltech101, dtd, sun397, cub100 or imagefolder.",
+        "cub, dogs, cars, pets, flowers, imagenet, caltech101, dtd, sun397, csv or imagefolder.",
         default="recognised by its files")] = None
     boxes: Annotated[bool, _data("Crop to the data set's boxes.", default="--boxes", flag=_switch("boxes"))] = True
     head: Annotated[HeadKind, _advanced(

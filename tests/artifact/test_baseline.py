@@ -75,7 +75,7 @@ def test_of_exchangeable_images_at_most_the_rate_exceeds_the_threshold(images, r
         ({"images": None}, r"\.images None"), ({"images": float("inf")}, r"\.images inf"),
         ({"ood_score": [0.5] * 19}, ".*19 OOD scores"), ({"ood_score": [float("nan")] * 20}, r"\.ood_score\[0\] nan"),
         ({"slots": None}, r"\.slots None"), ({"quantiles": {"cosine": [0.1]}}, r"\.quantiles\[\.\.\.\]"),
-        ({"slots": {"channel": [0]}}, r"\.slots .*`images`"), ({"pooled": {"images": 3}}, r"\.pooled .*`score`"),
+        ({"slots": {"channel": [0]}}, r"\.slots.*images"), ({"pooled": {"images": 3}}, r"\.pooled .*`score`"),
         ({"classes": [-1]}, r"\.classes\[0\] -1"), ({"classes": [19]}, ".*19 of its classes"),
         ({"stride": 0}, r"\.stride 0"),
     ],

@@ -1,4 +1,4 @@
-"""The real lists of CUB, its 100-class subset, and Pets."""
+"""The real lists of CUB and Pets."""
 
 import pytest
 
@@ -12,7 +12,6 @@ pytestmark = pytest.mark.data
     ("name", "sizes", "first_classes", "warnings"),
     [
         ("cub_mini", (240, 60, 243), ["001.Black_footed_Albatross", "002.Laysan_Albatross"], []),
-        ("cub100_227px", (2399, 600, 2903), ["Black_footed_Albatross", "Groove_billed_Ani"], []),
         ("pets_mini", (207, 52, 112), ["Abyssinian", "American Bulldog"], []),
     ],
 )

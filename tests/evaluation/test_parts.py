@@ -150,14 +150,14 @@ SEEN = [[True]] * 5
 @pytest.mark.parametrize(
     ("hit", "visible", "labels", "expected"),
     [
-        ([[[True]]] * 5, SEEN, ONE_CLASS, 100.0),
-        ([[[True]]] * 4 + [[[False]]], SEEN, ONE_CLASS, 100.0),
+        ([[[True]]] * 5, SEEN, ONE_CLASS, 1.0),
+        ([[[True]]] * 4 + [[[False]]], SEEN, ONE_CLASS, 1.0),
         ([[[True]]] * 3 + [[[False]]] * 2, SEEN, ONE_CLASS, 0.0),
-        ([[[True]]] * 2 + [[[False]]] * 3, [[True]] * 2 + [[False]] * 3, ONE_CLASS, 100.0),
+        ([[[True]]] * 2 + [[[False]]] * 3, [[True]] * 2 + [[False]] * 3, ONE_CLASS, 1.0),
         ([[[False, False]]] * 4, [[False, False]] * 4, [0] * 4, 0.0),
         ([[[True, False]], [[False, True]]], [[True, True]] * 2, [0, 0], 0.0),
         # class 1 has one image and one good prototype of two; class 4 has three images and none
-        ([[[False], [True]]] + [[[False], [False]]] * 3, [[True]] * 4, [1, 4, 4, 4], 25.0),
+        ([[[False], [True]]] + [[[False], [False]]] * 3, [[True]] * 4, [1, 4, 4, 4], 0.25),
     ],
     ids=["5 of 5", "4 of 5", "3 of 5", "where visible", "never visible", "one part only", "mean over prototypes"],
 )
@@ -171,13 +171,13 @@ def test_stability_counts_images_without_a_changed_hit_and_is_the_mean_over_prot
     noisy = clean.copy()
     noisy[2, 0, 14] = False
     zeros = np.zeros(4, np.int64), ClassMap.blocks(1, 1)
-    assert prototype_stability(clean, clean, *zeros) == 100.0
+    assert prototype_stability(clean, clean, *zeros) == 1.0
     # a hit that noise adds is a change too
-    assert prototype_stability(clean, noisy, *zeros) == prototype_stability(noisy, clean, *zeros) == 75.0
+    assert prototype_stability(clean, noisy, *zeros) == prototype_stability(noisy, clean, *zeros) == 0.75
     clean = np.zeros((4, 2, 3), bool)
     noisy = clean.copy()
     noisy[0, :, 0] = True  # both prototypes on the only image of class 1
-    assert prototype_stability(clean, noisy, np.array([1, 4, 4, 4]), ClassMap.blocks(5, 2)) == 50.0
+    assert prototype_stability(clean, noisy, np.array([1, 4, 4, 4]), ClassMap.blocks(5, 2)) == 0.5
 
 
 def test_noise_is_clipped_gaussian_and_depends_on_the_image_not_on_the_batch():
@@ -244,12 +244,13 @@ def test_a_perfect_detector_scores_a_hundred():
     outputs = Outputs.concatenate(outputs)
 
     figures = protocol.summarize(hits, outputs, [Geometry.whole(200, 200)] * 40)
-    assert (figures.consistency, figures.stability, figures.purity, figures.purity_std) == (100.0, 100.0, 100.0, 0.0)
-    assert (figures.prototypes, figures.images) == (18, 40)
+    assert (figures.prototype_consistency, figures.prototype_stability) == (1.0, 1.0)
+    assert (figures.part_purity, figures.part_purity_std) == (1.0, 0.0)
+    assert (figures.part_prototypes, figures.part_images) == (18, 40)
     # the same boxes on images of 100 x 200 pixels: the model sees the left half of each, twice as wide
     clipped = protocol.summarize(hits, outputs, [Geometry.whole(100, 200)] * 40)
-    assert replace(clipped, purity=100.0, purity_std=0.0) == figures
-    assert clipped.purity < 100.0
+    assert replace(clipped, part_purity=1.0, part_purity_std=0.0) == figures
+    assert clipped.part_purity < 1.0
 
 
 @pytest.mark.parametrize(
@@ -286,11 +287,11 @@ def test_an_export_has_the_purity_of_its_checkpoint_whatever_the_batch(tmp_path)
         for session, batch in zip(sessions, (16, 5), strict=True)
     ]
     reference, deployed = (result.parts for result in results)
-    assert (deployed.purity, deployed.purity_std) == (reference.purity, reference.purity_std)
+    assert (deployed.part_purity, deployed.part_purity_std) == (reference.part_purity, reference.part_purity_std)
     # otherwise the agreement would be one of nothing with nothing
-    assert 0.0 < reference.stability < 100.0
-    assert reference.purity > 0.0
+    assert 0.0 < reference.prototype_stability < 1.0
+    assert reference.part_purity > 0.0
     assert (reference.unavailable, list(deployed.unavailable)) == ({}, [*FIGURES[:2]])
     document = results[0].to_dict("all")
-    assert document["prototype_stability"] == reference.stability / 100
+    assert document["prototype_stability"] == reference.prototype_stability
     assert results[1].to_dict("all")["prototype_stability"] is None
