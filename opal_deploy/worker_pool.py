@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection
 from typing import Any, ParamSpec, Self, TypeVar
 
 from opal_deploy.errors import OpalError, StoppedEarly
+from opal_deploy.timing import StageTime, StageTimer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -94,6 +95,12 @@ class WorkerPool:
             return result  # type: ignore[no-any-return]
         raise result
 
+    def call_timed(self, timer: StageTimer, function: Callable[..., T], *args: object) -> T:
+        """Call a function as `call` does, with a timer of its process before `args`; add its times to `timer`."""
+        result, stages = self.call(_call_timed, function, args, enabled=timer.enabled)
+        timer.add(stages)
+        return result
+
     def interrupt(self) -> None:
         """Send SIGTERM to the processes that run calls; a function may handle it, else its process ends."""
         for process in list(self._busy):
@@ -112,6 +119,13 @@ class WorkerPool:
 
     def __exit__(self, *details: object) -> None:
         self.close()
+
+
+def _call_timed(
+    function: Callable[..., T], args: Sequence[object], *, enabled: bool
+) -> tuple[T, tuple[StageTime, ...]]:
+    timer = StageTimer(enabled=enabled)
+    return function(timer, *args), timer.read().stages
 
 
 class _Process:

@@ -55,7 +55,7 @@ class InferenceRun:
     """A complete run.
 
     Attributes:
-        out: the run directory, with overlays, sheets and tables where they were asked for.
+        out: the run directory, with overlays and tables where they were asked for.
         summary: the document of summary.json: counts, accuracy, times, model and command.
         lines: what the command prints about the run.
     """
@@ -353,7 +353,7 @@ class ResumePoint:
 def load_resume_point(out: Path, images: Iterator[InputImage], count: Callable[[Record], None]) -> ResumePoint:
     """Read the records of an unfinished run, and take as many images, which are done.
 
-    Reading ends at the first line that is not a whole record, or whose drawing is missing or empty: a process may have
+    Reading ends at the first line that is not a whole record, or whose overlay is missing or empty: a process may have
     been killed while it wrote, or the power may have failed before data reached the disk.
 
     Args:
@@ -371,7 +371,7 @@ def load_resume_point(out: Path, images: Iterator[InputImage], count: Callable[[
             num_records, offset = 0, 0
             for line in read_lines(stream):
                 record = line.record
-                if record is None or not _has_drawings(out, record):
+                if record is None or not _has_overlay(out, record):
                     break
                 _check_same_image(out, num_records, record, next(images, None))
                 count(record)
@@ -403,7 +403,6 @@ def _check_same_image(out: Path, index: int, record: Record, image: InputImage |
     )
 
 
-def _has_drawings(out: Path, record: Record) -> bool:
-    """Return whether the drawings that a record names are in the run directory, and not empty."""
-    names = (record.overlay, record.sheet) if isinstance(record, Answered) else ()
-    return all(_size(out / name) for name in names if name is not None)
+def _has_overlay(out: Path, record: Record) -> bool:
+    """Return whether the overlay that a record names is in the run directory, and not empty."""
+    return not isinstance(record, Answered) or record.overlay is None or bool(_size(out / record.overlay))

@@ -36,7 +36,7 @@ from opal_deploy.run.directory import (
     load_resume_point,
     read_records,
 )
-from opal_deploy.run.drawing import Drawer, Thumbnails, open_report, prepare_folders
+from opal_deploy.run.drawing import Thumbnails, draw_results, open_report, prepare_overlays
 from opal_deploy.run.options import InferOptions, Interrupt, handle_signals
 from opal_deploy.run.setup import RunOptions, RunSetup, prepare_run
 from opal_deploy.run.shards import ALONE, Recovery, ShardedRun, ShardJob, join_shards, run_here, run_shards
@@ -188,22 +188,19 @@ def write_records(
     thumbnails: Thumbnails = {}
     with ExitStack() as stack:
         writer = stack.enter_context(RecordWriter(out / RESULTS, resumed.size, resumed.count))
-        prepare_folders(
-            out, overlays=options.report is not None, sheets=options.sheets is not None, first=resumed.count
-        )
+        if inference.keep_images:
+            prepare_overlays(out, resumed.count)
         decoders = stack.enter_context(open_decoders(sessions, inference, timer))
         batches = predict_batches(remaining, sessions, inference, decoders, timer, first=resumed.count)
         # otherwise its threads would live as long as an exception's traceback
         stack.enter_context(closing(batches))
         groups: Iterator[list[Record]] = ([result.record for result in results] for results in batches)
         if inference.keep_images:
-            drawer = stack.enter_context(
-                Drawer(
-                    out, options.report, options.sheets, inference, decoders.processes,
-                    thumbnails=thumbnails, timer=timer,
-                )
+            drawn = draw_results(
+                itertools.chain.from_iterable(batches), out, inference, decoders.processes,
+                first=resumed.count, thumbnails=thumbnails, timer=timer,
             )  # fmt: skip
-            drawn = drawer.draw_all(itertools.chain.from_iterable(batches), resumed.count)
+            stack.enter_context(closing(drawn))
             groups = ([record] for record in drawn)
         elif options.max_errors is not None:
             # nothing is written after the error that exceeds the limit

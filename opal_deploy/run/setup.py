@@ -21,22 +21,14 @@ from opal_deploy.predict.prepare import InferenceOptions, raise_pillow_limit
 from opal_deploy.predict.setup import LoadedModel, check_model, fingerprint_file, load_model
 from opal_deploy.preprocess.decode import Decoding
 from opal_deploy.records.decision import Decision
-from opal_deploy.records.names import unescape_name
+from opal_deploy.records.names import read_slot_names, unescape_name
 from opal_deploy.records.record import Record
-from opal_deploy.records.run_files import REPORT, RESULTS, SHARDS, SHEETS, SUMMARY
+from opal_deploy.records.run_files import REPORT, RESULTS, SHARDS, SUMMARY
 from opal_deploy.records.signatures import Signer
 from opal_deploy.records.tables import TABLES, Format, check_formats, write_table
 from opal_deploy.remote import check_output, is_url, redact, remove_folder, upload_folder
 from opal_deploy.run.directory import IMAGES, InferenceRun, RunDirectory, read_records
-from opal_deploy.run.drawing import (
-    SheetBuilder,
-    SheetOptions,
-    check_exact_evidence,
-    list_evidence,
-    load_slot_names,
-    report_facts,
-    report_title,
-)
+from opal_deploy.run.drawing import check_exact_evidence, describe_report
 from opal_deploy.run.options import InferOptions
 from opal_deploy.run.summary import Summary
 from opal_deploy.runtime.devices import default_batch, default_workers, split_devices
@@ -140,9 +132,8 @@ class RunOptions:
 
     Attributes:
         out: the run directory.
-        inference: how images are classified; `keep_images` and `keep_outputs` where they are drawn.
+        inference: how images are classified; `keep_images` where they are drawn.
         report: draw an overlay per image and write report.html; None: neither.
-        sheets: draw an evidence sheet per image; None: none.
         formats: tables to write at the end.
         max_errors: end the run if more images failed; None: never.
         log: receives messages, from any thread.
@@ -151,7 +142,6 @@ class RunOptions:
     out: Path
     inference: InferenceOptions
     report: ReportOptions | None = None
-    sheets: SheetBuilder | None = None
     formats: tuple[Format, ...] = ()
     max_errors: int | None = None
     log: Log = lambda _: None
@@ -201,7 +191,6 @@ class RunSetup:
             "shard": options.shard,
             "recursive": options.recursive,
             # only where it was given, so that other runs do not depend on it
-            **({"sheets": True} if options.sheets else {}),
             **({"slot_names": fingerprint_file(Path(options.slot_names))} if options.slot_names is not None else {}),
             **({"every": str(inputs.video.sampling)} if inputs.video.sampling is not None else {}),
             **({"sign": self.signer.fingerprint} if self.signer is not None else {}),
@@ -254,7 +243,7 @@ class RunSetup:
         """Return a run that has just been completed, with what the command prints about it."""
         lines = [*summary.describe(), *self.inputs.skipped.describe()]
         files = [("Records", RESULTS), *(("Table", TABLES[kind]) for kind in self.run.formats)]
-        files += [("Sheets", SHEETS)] * self.options.sheets + [("Report", REPORT)] * self.options.explain
+        files += [("Report", REPORT)] * self.options.explain
         lines += [f"{title}: {directory.root}/{name}" for title, name in files]
         return InferenceRun(directory.root, document, tuple(lines))
 
@@ -288,10 +277,9 @@ def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, opti
     )
     decision = Decision.of(options).resolve(path, metadata, options.log)
     slot_names = None
-    if options.sheets or options.slot_names is not None:
+    if options.slot_names is not None:
         check_exact_evidence(metadata, str(path))
-        slot_names = load_slot_names(metadata, options.slot_names)
-    sheets = SheetBuilder(metadata, SheetOptions(names=slot_names, decision=decision)) if options.sheets else None
+        slot_names = read_slot_names(Path(options.slot_names), metadata.class_names, metadata.class_map)
     sessions = loaded.sessions
     inference = InferenceOptions(
         batch=options.batch or (default_batch(sessions[0]) if sessions else 1),
@@ -305,8 +293,7 @@ def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, opti
         decision=decision,
         model_sha256=loaded.fingerprint["sha256"],
         slot_names=slot_names,
-        keep_images=options.explain or options.sheets,
-        keep_outputs=options.sheets,
+        keep_images=options.explain,
     )
     if options.shard is not None:
         inputs = inputs.take_shard(parse_shard(options.shard), inference.batch)
@@ -317,11 +304,8 @@ def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, opti
     runtime = "; ".join(session.description for session in sessions)
     report = None
     if options.explain:
-        report = ReportOptions(
-            report_facts(path, metadata, runtime, command), list_evidence(Path(path.name), metadata),
-            metadata.effective_field, report_title(inputs.images, path), frozenset(metadata.class_names),
-        )  # fmt: skip
-    run = RunOptions(out, inference, report, sheets, formats, options.max_errors, options.log)
+        report = describe_report(path, metadata, inputs.images, runtime=runtime, command=command)
+    run = RunOptions(out, inference, report, formats, options.max_errors, options.log)
     # raises if there is no image
     all_images = inputs.find_images()
     return RunSetup(options, inputs, loaded, run, signer, upload_to, command, devices, runtime, all_images)

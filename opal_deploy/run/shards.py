@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from msgspec import structs
 
@@ -25,7 +24,7 @@ from opal_deploy.artifact.files import read_json
 from opal_deploy.errors import StoppedEarly
 from opal_deploy.logs import Log
 from opal_deploy.records.record import Answered, Record
-from opal_deploy.records.run_files import OVERLAYS, RESULTS, SHEETS, SUMMARY, overlay_name, sheet_name
+from opal_deploy.records.run_files import RESULTS, SUMMARY, overlay_name
 from opal_deploy.remote import download_folder
 from opal_deploy.run.directory import RecordWriter, inspect_run_dir, read_records
 from opal_deploy.run.options import InferOptions, Interrupt
@@ -264,9 +263,9 @@ def _read_note(note: Path | None) -> int | None:
 
 
 def join_shards(run: ShardedRun, summary: Summary, sign: Callable[[Record], Record] | None = None) -> None:
-    """Write the records of complete shards to the run directory in order, and move their drawings there.
+    """Write the records of complete shards to the run directory in order, and move their overlays there.
 
-    It begins anew after an interruption: a drawing may have been moved already.
+    It begins anew after an interruption: an overlay may have been moved already.
 
     Args:
         run: the shards, all of them complete.
@@ -295,19 +294,15 @@ def join_shards(run: ShardedRun, summary: Summary, sign: Callable[[Record], Reco
 
 
 def _move_record(record: Record, number: int, shard: Path, out: Path) -> Record:
-    """Return a record with its number in the whole run, after moving its drawings."""
-    changes: dict[str, Any] = {"image_index": number}
-    if isinstance(record, Answered):
-        for kind, name, rename in ((OVERLAYS, record.overlay, overlay_name), (SHEETS, record.sheet, sheet_name)):
-            if name is None:
-                continue
-            new = rename(number, record.image)
-            changes[kind.removesuffix("s")] = new
-            target = out / new
-            try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with suppress(FileNotFoundError):
-                    (shard / name).replace(target)
-            except OSError as error:
-                raise StoppedEarly(f"{target}: cannot be written ({error.strerror or error}); make room") from None
-    return structs.replace(record, **changes)
+    """Return a record with its number in the whole run, after moving its overlay."""
+    if not isinstance(record, Answered) or record.overlay is None:
+        return structs.replace(record, image_index=number)
+    name = overlay_name(number, record.image)
+    target = out / name
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            (shard / record.overlay).replace(target)
+    except OSError as error:
+        raise StoppedEarly(f"{target}: cannot be written ({error.strerror or error}); make room") from None
+    return structs.replace(record, image_index=number, overlay=name)

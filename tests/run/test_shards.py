@@ -15,7 +15,7 @@ from tests.cli.calls import check, read_results
 from tests.runs import KILLER, SLOWER, Infer, make_killer
 
 IMAGES = 40
-DRAWINGS = ("--explain", "--sheets", "--format", "csv")
+DRAWINGS = ("--explain", "--format", "csv")
 # three times the images, and drawings: more than a process does before it waits
 MANY = ("in", "in", "--explain")
 
@@ -82,7 +82,7 @@ def test_two_shards_write_the_files_of_one_process(infer, one_process):
 @pytest.mark.parametrize("done", [(2,), (1, 2)])
 def test_shards_run_by_hand_are_joined_and_missing_ones_run(infer, one_process, done):
     for number in done:
-        check(infer("out", "--explain", "--sheets", "--shard", f"{number}/2"), 3 if number == 1 else 0)
+        check(infer("out", "--explain", "--shard", f"{number}/2"), 3 if number == 1 else 0)
     drawn = {path.stat().st_ino for path in infer.cwd.glob("out/shards/2-of-2/overlays/*")}
     check(infer("out", *DRAWINGS, "--shards", "2"), 3)
     assert infer.files("out") == one_process.files("".join(DRAWINGS))
