@@ -97,16 +97,6 @@ class StageTimer:
         for row in stages:
             self._thread().add(row.stage, row.wall, row.cpu, row.calls)
 
-    def add_times(self, times: StageTimes) -> None:
-        """Count all that the timer of another process has measured."""
-        for row in times.stages:
-            thread = _Thread(row.role)
-            thread.add(row.stage, row.wall, row.cpu, row.calls)
-            with self._lock:
-                self._threads.append(thread)
-        with self._lock:
-            self._threads.append(_Thread(waits=dict(times.waits)))
-
     def waiting(self, reason: WaitReason) -> AbstractContextManager[None]:
         """Time the block as waiting, independently of stages."""
         return self._thread().wait(reason) if self.enabled else _NOTHING

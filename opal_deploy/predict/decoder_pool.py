@@ -212,20 +212,18 @@ class DecoderPool:
                 cast(int, self._slots.descriptor), self.pixels.shape, slot,
             )  # fmt: skip
         except (WorkerCrashed, WorkerTimeout) as failure:
-            # a crash may have come from outside, as where the system is short of memory
-            if len(images) == 1 and (attempts == 1 or isinstance(failure, WorkerTimeout)):
-                return {row: Prepared(image, error=self._describe(failure)) for row, image in images.items()}
-            attempts -= len(images) == 1
-            return functools.reduce(
-                operator.or_,
-                (self._prepare_isolated({row: im}, slot, processes, attempts) for row, im in images.items()),
-            )
-
-    def _describe(self, failure: WorkerCrashed | WorkerTimeout) -> ImageError:
-        if isinstance(failure, WorkerCrashed):
-            return ImageError("decoder_crashed", f"its decoder {failure}, each of 2 times")
-        limit = self._options.decode_timeout
-        return ImageError("decode_timeout", f"it was not decoded within {limit:g} s; raise --decode-timeout")
+            if len(images) > 1:
+                alone = (self._prepare_isolated({row: image}, slot, processes) for row, image in images.items())
+                return functools.reduce(operator.or_, alone)
+            if isinstance(failure, WorkerTimeout):
+                limit = f"{self._options.decode_timeout:g} s; raise --decode-timeout"
+                error = ImageError("decode_timeout", f"it was not decoded within {limit}")
+            elif attempts > 1:
+                # the crash may have come from outside, as where the system is short of memory
+                return self._prepare_isolated(images, slot, processes, attempts - 1)
+            else:
+                error = ImageError("decoder_crashed", f"its decoder {failure}, each of 2 times")
+            return {row: Prepared(image, error=error) for row, image in images.items()}
 
 
 def _prepare_rows(

@@ -269,25 +269,19 @@ def open_report(
     """
     numbers = itertools.count()
     image_mode = choose_image_mode(images)
-    with _writing_report(), ReportWriter(out / REPORT, options, image_mode=image_mode, folder=folder) as writer:
 
-        def add(record: Record) -> None:
-            overlay = (thumbnails or {}).get(next(numbers))
-            name = record.overlay if isinstance(record, Answered) else None
-            if overlay is None and name is not None and writer.embeds_images:
-                # one that was removed is missing on its card
-                with suppress(OSError):
-                    overlay = (out / name).read_bytes()
-            with _writing_report():
-                writer.add(record, overlay)
+    def add(record: Record) -> None:
+        overlay = (thumbnails or {}).get(next(numbers))
+        name = record.overlay if isinstance(record, Answered) else None
+        if overlay is None and name is not None and writer.embeds_images:
+            # one that was removed is missing on its card
+            with suppress(OSError):
+                overlay = (out / name).read_bytes()
+        writer.add(record, overlay)
 
-        yield add
-
-
-@contextmanager
-def _writing_report() -> Iterator[None]:
     try:
-        yield
+        with ReportWriter(out / REPORT, options, image_mode=image_mode, folder=folder) as writer:
+            yield add
     except OSError as error:
         raise StoppedEarly(
             f"the report cannot be written ({error.strerror or error}); make room and run again"

@@ -7,22 +7,20 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.errors import OpalError, UsageError
+from opal_deploy.artifact.files import compute_sha256, read_json
+from opal_deploy.errors import UsageError
 from opal_deploy.logs import Log
 from opal_deploy.options import StrPath, to_arguments
 from opal_deploy.predict.prepare import InferenceOptions, raise_pillow_limit
-from opal_deploy.predict.setup import LoadedModel, check_model, fingerprint_file, load_model
+from opal_deploy.predict.setup import LoadedModel, check_model, load_model
 from opal_deploy.preprocess.decode import Decoding
 from opal_deploy.records.decision import Decision
 from opal_deploy.records.names import read_slot_names, unescape_name
-from opal_deploy.records.record import Record
 from opal_deploy.records.run_files import REPORT, RESULTS, SHARDS, SUMMARY
 from opal_deploy.records.signatures import Signer
 from opal_deploy.records.tables import TABLES, Format, check_formats, write_table
@@ -96,13 +94,6 @@ class Inputs:
         num_items = sum(1 for _ in self._list_items(Skipped()))
         length = -(-num_items // (count * batch)) * batch
         return replace(self, part=range((index - 1) * length, index * length))
-
-    def unused_labels(self) -> list[str]:
-        """Return the images that the file of labels names, and that `find_images` has not yielded.
-
-        Empty for a shard, since other shards have those images.
-        """
-        return self.labels.unused() if self.labels is not None and self.part is None else []
 
     def count(self) -> int | None:
         """Return the number of records; None unless all inputs are folders and image files, without videos.
@@ -178,6 +169,7 @@ class RunSetup:
     def config(self) -> dict[str, Any]:
         """The options that determine records and drawings; only a run with equal ones is resumed."""
         inputs, options = self.inputs, self.options
+        names = None if options.slot_names is None else Path(options.slot_names)
         return {
             IMAGES: list(map(redact, inputs.images)),
             "model": self.model.fingerprint,
@@ -191,14 +183,10 @@ class RunSetup:
             "shard": options.shard,
             "recursive": options.recursive,
             # only where it was given, so that other runs do not depend on it
-            **({"slot_names": fingerprint_file(Path(options.slot_names))} if options.slot_names is not None else {}),
+            **({"slot_names": f"{names.name}, sha256 {compute_sha256(names)}"} if names is not None else {}),
             **({"every": str(inputs.video.sampling)} if inputs.video.sampling is not None else {}),
             **({"sign": self.signer.fingerprint} if self.signer is not None else {}),
         }
-
-    def signer_of(self, directory: RunDirectory) -> Callable[[Record], Record] | None:
-        """Return what signs the run's records; None: none is signed."""
-        return None if self.signer is None else partial(self.signer.sign, run=directory.run_id)
 
     def write_summary(self, directory: RunDirectory, summary: Summary, stopped: str | None = None) -> dict[str, Any]:
         """Sign run.json if asked to, and write summary.json; `stopped` is why the run ended early."""
@@ -206,12 +194,6 @@ class RunSetup:
             directory.sign_config(summary, self.signer, complete=stopped is None)
         context = {"model": self.model.fingerprint, "runtime": self.runtime, "command": self.command}
         return directory.write_summary(summary, context, stopped)
-
-    def write_early_summary(self, directory: RunDirectory, summary: Summary, stopped: str) -> None:
-        """Write summary.json of a run that ended early, if the disk has space for it, and upload what there is."""
-        with suppress(OpalError):
-            self.write_summary(directory, summary, stopped)
-            self.upload(directory)
 
     def upload(self, directory: RunDirectory) -> None:
         """Upload the run directory, if it is to be in a bucket; raise StoppedEarly if that fails."""
@@ -227,7 +209,8 @@ class RunSetup:
 
     def return_finished(self, directory: RunDirectory) -> InferenceRun:
         """Return a run that is complete already, and write any of its tables that are missing."""
-        document, log, root = directory.read_summary(), self.options.log, directory.root
+        log, root = self.options.log, directory.root
+        document = read_json(root / SUMMARY)
         log(
             f"{root}: this run is finished ({document['images']} images, ended {document['ended']}); --overwrite "
             "computes it again"
@@ -246,10 +229,6 @@ class RunSetup:
         files += [("Report", REPORT)] * self.options.explain
         lines += [f"{title}: {directory.root}/{name}" for title, name in files]
         return InferenceRun(directory.root, document, tuple(lines))
-
-    def resume_hint(self) -> str:
-        """Return how to resume the run: with the same command, unless that would begin a new run."""
-        return f"the same command{' without --overwrite' if self.options.overwrite else ''} resumes"
 
 
 def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, options: InferOptions) -> RunSetup:

@@ -7,7 +7,7 @@ import pytest
 
 import opal_deploy
 
-TIMES = ("started", "ended", "resumed", "seconds", "seconds_to_first_record", "images_per_second", "time", "new_images")
+TIMES = ("started", "ended", "resumed", "seconds", "images_per_second", "time", "new_images")
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ def test_options_reach_the_records_and_the_summary(infer, pictures, tmp_path):
     document = json.loads(done.stdout)
     assert (document["images"], document["statuses"], document["errors"]) == (2, {"abstained": 2}, {})
     assert document["out"] == "out"
-    assert 0 < document["seconds_to_first_record"] <= document["seconds"]
+    assert document["seconds"] > 0
 
 
 def test_a_shard_without_images_is_a_run_without_records(infer, pictures, tmp_path):
