@@ -7,7 +7,7 @@ another takes its time from the outer one: reading a file while it is decoded co
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter as _wall_seconds
@@ -29,7 +29,7 @@ class StageTime:
 
     Attributes:
         role: of the threads: decoding, sessions, drawing, or the thread that runs the loop.
-        stage: `read` opens and reads files; `draw` makes overlays, sheets, their files and the report's thumbnails;
+        stage: `read` opens and reads files; `draw` makes overlays, their files and the report's thumbnails;
             `compute` is a session's work, or the wait for it while batches are in flight.
         wall: seconds, summed over threads.
         cpu: seconds of processor time of these threads, without a runtime's own threads.
@@ -92,20 +92,10 @@ class StageTimer:
         """Time the block as one call of a stage, whether it ends well or by an exception."""
         return self._thread().stage(name) if self.enabled else _NOTHING
 
-    def add(self, name: Stage, wall: float, cpu: float, calls: int) -> None:
-        """Count the time of another process for a stage, while the calling thread waited for it."""
-        if self.enabled:
-            self._thread().add(name, wall, cpu, calls)
-
-    def add_times(self, times: StageTimes) -> None:
-        """Count all that the timer of another process has measured."""
-        for row in times.stages:
-            thread = _Thread(row.role)
-            thread.add(row.stage, row.wall, row.cpu, row.calls)
-            with self._lock:
-                self._threads.append(thread)
-        with self._lock:
-            self._threads.append(_Thread(waits=dict(times.waits)))
+    def add(self, stages: Iterable[StageTime]) -> None:
+        """Count the stages of another process, for which the calling thread waited."""
+        for row in stages:
+            self._thread().add(row.stage, row.wall, row.cpu, row.calls)
 
     def waiting(self, reason: WaitReason) -> AbstractContextManager[None]:
         """Time the block as waiting, independently of stages."""

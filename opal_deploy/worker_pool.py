@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection
 from typing import Any, ParamSpec, Self, TypeVar
 
 from opal_deploy.errors import OpalError, StoppedEarly
+from opal_deploy.timing import StageTime, StageTimer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,7 +77,7 @@ class WorkerPool:
         process = self._idle.get()
         try:
             # a process that ended between two calls is no call's fault
-            if process is None or not process.is_running():
+            if process is None or process.popen.poll() is not None:
                 process = _start_process(self._files)
             self._busy.add(process)
             succeeded, result = process.call((function, args, kwargs), self._timeout)
@@ -94,10 +95,16 @@ class WorkerPool:
             return result  # type: ignore[no-any-return]
         raise result
 
+    def call_timed(self, timer: StageTimer, function: Callable[..., T], *args: object) -> T:
+        """Call a function as `call` does, with a timer of its process before `args`; add its times to `timer`."""
+        result, stages = self.call(_call_timed, function, args, enabled=timer.enabled)
+        timer.add(stages)
+        return result
+
     def interrupt(self) -> None:
         """Send SIGTERM to the processes that run calls; a function may handle it, else its process ends."""
         for process in list(self._busy):
-            process.interrupt()
+            process.popen.terminate()
 
     def close(self) -> None:
         """Wait for the calls in flight, and end the processes."""
@@ -114,14 +121,23 @@ class WorkerPool:
         self.close()
 
 
+def _call_timed(
+    function: Callable[..., T], args: Sequence[object], *, enabled: bool
+) -> tuple[T, tuple[StageTime, ...]]:
+    timer = StageTimer(enabled=enabled)
+    return function(timer, *args), timer.read().stages
+
+
 class _Process:
     """A worker process, for one call at a time."""
 
     def __init__(self, files: Sequence[int]) -> None:
+        """Start a process that imports nothing from the current folder; raise OSError or MemoryError if that fails."""
+        flags = ["-P", *(["-X", "utf8"] if sys.flags.utf8_mode else [])]
         self._connection, worker_end = Pipe()
         with worker_end, tempfile.TemporaryFile() as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, *interpreter_flags(), "-c", _CODE, json.dumps(sys.path), str(worker_end.fileno())],
+            self.popen = subprocess.Popen(
+                [sys.executable, *flags, "-c", _CODE, json.dumps(sys.path), str(worker_end.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
@@ -156,24 +172,23 @@ class _Process:
             raise WorkerCrashed(self._describe_end()) from None
 
     def _describe_end(self) -> str:
+        """Return how the process ended, completing "it ..."."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_EXIT_SECONDS)
-        return describe_exit_code(self._process.returncode if self._process.returncode is not None else 0)
-
-    def is_running(self) -> bool:
-        """Return whether the process is running."""
-        return self._process.poll() is None
-
-    def interrupt(self) -> None:
-        """Send SIGTERM to the process."""
-        self._process.terminate()
+            self.popen.wait(_EXIT_SECONDS)
+        code = self.popen.returncode or 0
+        if code >= 0:
+            return f"ended with exit code {code}"
+        try:
+            return f"was ended by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was ended by signal {-code}"
 
     def close(self) -> None:
         """End the process and all that it started."""
         self._connection.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
 
 
 def _start_process(files: Sequence[int]) -> _Process:
@@ -219,21 +234,6 @@ def _end_with_the_caller(descriptor: int) -> None:
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def describe_exit_code(code: int) -> str:
-    """Return how a process ended, completing "it ..."; `code` is negative for a signal, as `subprocess` has it."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was ended by signal {-code}"
-
-
-def interpreter_flags() -> list[str]:
-    """Return this interpreter's flags for file names; -P: import nothing from the current folder."""
-    return ["-P", *(["-X", "utf8"] if sys.flags.utf8_mode else [])]
 
 
 def create_shared_memory(size: int) -> int:

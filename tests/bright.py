@@ -100,9 +100,7 @@ def predict(requests, *sessions, **options):
 
 def write_run(options, images, *sessions, interrupt=None, **callbacks):
     """Write the records, drawings, tables and report of a run directory as `infer` does, and return their summary."""
-    inference = replace(
-        options.inference, keep_images=bool(options.report or options.sheets), keep_outputs=options.sheets is not None
-    )
+    inference = replace(options.inference, keep_images=options.report is not None)
     options, interrupt = replace(options, inference=inference), interrupt or Interrupt()
     summary, timer, started = Summary(), StageTimer(), time.perf_counter()
     thumbnails = write_records(

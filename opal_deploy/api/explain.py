@@ -17,9 +17,9 @@ from opal_deploy.predict import setup
 from opal_deploy.predict.executor import predict_stream
 from opal_deploy.predict.prepare import InferenceOptions, Result, raise_pillow_limit
 from opal_deploy.records.decision import Decision
+from opal_deploy.records.names import read_slot_names
 from opal_deploy.records.record import Failed
 from opal_deploy.records.run_files import overlay_name
-from opal_deploy.run import drawing
 from opal_deploy.run.drawing import SheetBuilder
 from opal_deploy.run.setup import Inputs
 from opal_deploy.runtime.select import open_sessions
@@ -27,9 +27,12 @@ from opal_deploy.sources import discovery
 from opal_deploy.sources.annotations import annotate, read_boxes, read_labels
 from opal_deploy.sources.archives import is_archive_name
 from opal_deploy.sources.image import Skipped
+from opal_deploy.visualization.atlas.storage import load_atlas
 from opal_deploy.visualization.style import format_number
 
 FORMATS = ("png", "svg")
+# of an atlas
+_NAMES = "names.toml"
 
 
 @dataclass(frozen=True)
@@ -90,11 +93,17 @@ def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tup
     sessions = open_sessions(path, device=options.device, threads=options.threads, runtime=options.runtime)[:1]
     metadata = sessions[0].metadata
     decision = Decision.of(options).resolve(path, metadata, options.log)
-    folder = None if options.atlas is None else Path(options.atlas)
-    atlas = None if folder is None else drawing.load_atlas(path, metadata, setup.fingerprint_model(path), folder)
-    names = drawing.load_slot_names(metadata, options.slot_names, folder)
-    shown = drawing.SheetOptions(atlas, options.rows, names, decision)
-    builder = drawing.SheetBuilder(metadata, shown, model=str(path))
+    atlas, names_file = None, options.slot_names
+    if options.atlas is not None:
+        atlas = load_atlas(Path(options.atlas))
+        fingerprint = {**setup.fingerprint_model(path), "checkpoint_sha256": metadata.source.get("sha256")}
+        atlas.check_model(fingerprint, str(path))
+        if names_file is None and (Path(options.atlas) / _NAMES).is_file():
+            names_file = Path(options.atlas) / _NAMES
+    names = None
+    if names_file is not None:
+        names = read_slot_names(Path(names_file), metadata.class_names, metadata.class_map)
+    builder = SheetBuilder(metadata, str(path), atlas, options.rows, names, decision)
     setup.log_cautions(metadata, boxed=boxed, crop_hint="--boxes FILE", log=options.log)
     return sessions, builder
 

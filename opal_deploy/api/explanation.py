@@ -257,7 +257,7 @@ class Explanations(list[Explanation]):
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"{out}: cannot be written ({error.strerror or error}); choose another folder") from None
-        drawing.prepare_folders(out, overlays=True, sheets=False, first=0)
+        drawing.prepare_overlays(out)
         folder = find_common_folder(record["image"] or "" for record in self)
         thumbnails: drawing.Thumbnails = {}
         report = drawing.open_report(out, self._report_options(), len(self), folder, thumbnails)
@@ -269,22 +269,16 @@ class Explanations(list[Explanation]):
         return out / REPORT
 
     def _report_options(self) -> ReportOptions:
-        from opal_deploy.run.drawing import list_evidence, report_facts, report_title
+        from opal_deploy.run.drawing import describe_report
         from opal_deploy.visualization.report import ReportOptions
 
         model = next((record._origin.model for record in self if record._origin is not None), None)
         if model is None:
             return ReportOptions()
-        path, metadata = Path((model.path or Path("model")).name), model.metadata
-        facts = report_facts(path, metadata, model.description, f"opal_deploy.load({path.name!r}).predict(...)")
+        path = model.path or Path("model")
         images = [record["image"] for record in self if record["image"] is not None] or ["images"]
-        return ReportOptions(
-            facts,
-            evidence=list_evidence(path, metadata),
-            field=metadata.effective_field,
-            title=report_title(images, path),
-            class_names=frozenset(metadata.class_names),
-        )
+        command = f"opal_deploy.load({path.name!r}).predict(...)"
+        return describe_report(path, model.metadata, images, runtime=model.description, command=command)
 
     def __str__(self) -> str:
         """Return one line per image."""

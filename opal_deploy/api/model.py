@@ -226,14 +226,13 @@ class Model:
             ImageError: the image cannot be classified. UsageError: the model's evidence is not single cells, or the
                 suffix is another one.
         """
-        from opal_deploy.run.drawing import SheetBuilder, SheetOptions
+        from opal_deploy.run.drawing import SheetBuilder
 
         options = options or InferenceOptions()
         file_format = Path(path).suffix.lower().lstrip(".")
         if file_format not in ("png", "svg"):
             raise UsageError(f"{os.fspath(path)}: expected a .png or .svg file")
-        sheets = SheetOptions(decision=options.decision)
-        builder = SheetBuilder(self.metadata, sheets, model=str(self.path or "the model"))
+        builder = SheetBuilder(self.metadata, str(self.path or "the model"), decision=options.decision)
         options = replace(options, batch=1, workers=1, keep_images=True, keep_outputs=True)
         (result,) = predict_stream([image], self.sessions[:1], options)
         if isinstance(result.record, Failed):

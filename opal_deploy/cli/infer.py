@@ -27,7 +27,7 @@ def infer(
 ) -> None:
     """Classify images and explain the predictions: one record per image, in results.jsonl.
 
-    --explain adds overlays with the evidence for each prediction and report.html, --sheets an evidence sheet per image.
+    --explain adds overlays with the evidence for each prediction and report.html.
     A run that ended early continues when the same command is given again.
     """
     from opal_deploy.api.infer import run_inference

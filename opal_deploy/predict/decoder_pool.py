@@ -24,7 +24,7 @@ from PIL import Image
 from opal_deploy.errors import ImageError
 from opal_deploy.predict.prepare import InferenceOptions, Pixels, Prepared, prepare, raise_pillow_limit, read_remote
 from opal_deploy.sources.image import InputImage
-from opal_deploy.timing import NO_OP_TIMER, StageTime, StageTimer
+from opal_deploy.timing import NO_OP_TIMER, StageTimer
 from opal_deploy.worker_pool import WorkerCrashed, WorkerPool, WorkerTimeout, create_shared_memory, map_shared_memory
 
 # images per message; workers share a batch if that leaves groups worth sending
@@ -195,7 +195,7 @@ class DecoderPool:
             raise CancelledError
         isolated = {} if self.processes is None else {row: im for row, im in images.items() if _has_decoder(im)}
         others = {row: image for row, image in images.items() if row not in isolated}
-        prepared = _prepare_rows(others, self._input_size, self._options, self.pixels[slot], self._timer)
+        prepared = _prepare_rows(self._timer, others, self._input_size, self._options, self.pixels[slot])
         if self.processes is not None and isolated:
             prepared |= self._prepare_isolated(isolated, slot, self.processes)
         return [replace(prepared[row], input=_drop_bytes(image)) for row, image in images.items()]
@@ -207,36 +207,31 @@ class DecoderPool:
         # without what only the record needs
         sent = {row: InputImage(None, image.source, image.crop) for row, image in images.items()}
         try:
-            prepared, stages = processes.call(
-                _prepare_in_process, sent, self._input_size, self._options, cast(int, self._slots.descriptor),
-                self.pixels.shape, slot, timed=self._timer.enabled,
+            return processes.call_timed(
+                self._timer, _prepare_in_process, sent, self._input_size, self._options,
+                cast(int, self._slots.descriptor), self.pixels.shape, slot,
             )  # fmt: skip
         except (WorkerCrashed, WorkerTimeout) as failure:
-            # a crash may have come from outside, as where the system is short of memory
-            if len(images) == 1 and (attempts == 1 or isinstance(failure, WorkerTimeout)):
-                return {row: Prepared(image, error=self._describe(failure)) for row, image in images.items()}
-            attempts -= len(images) == 1
-            return functools.reduce(
-                operator.or_,
-                (self._prepare_isolated({row: im}, slot, processes, attempts) for row, im in images.items()),
-            )
-        for stage in stages:
-            self._timer.add(stage.stage, stage.wall, stage.cpu, stage.calls)
-        return prepared
-
-    def _describe(self, failure: WorkerCrashed | WorkerTimeout) -> ImageError:
-        if isinstance(failure, WorkerCrashed):
-            return ImageError("decoder_crashed", f"its decoder {failure}, each of 2 times")
-        limit = self._options.decode_timeout
-        return ImageError("decode_timeout", f"it was not decoded within {limit:g} s; raise --decode-timeout")
+            if len(images) > 1:
+                alone = (self._prepare_isolated({row: image}, slot, processes) for row, image in images.items())
+                return functools.reduce(operator.or_, alone)
+            if isinstance(failure, WorkerTimeout):
+                limit = f"{self._options.decode_timeout:g} s; raise --decode-timeout"
+                error = ImageError("decode_timeout", f"it was not decoded within {limit}")
+            elif attempts > 1:
+                # the crash may have come from outside, as where the system is short of memory
+                return self._prepare_isolated(images, slot, processes, attempts - 1)
+            else:
+                error = ImageError("decoder_crashed", f"its decoder {failure}, each of 2 times")
+            return {row: Prepared(image, error=error) for row, image in images.items()}
 
 
 def _prepare_rows(
+    timer: StageTimer,
     images: dict[int, InputImage],
     input_size: tuple[int, int],
     options: InferenceOptions,
     pixels: Pixels,
-    timer: StageTimer,
 ) -> dict[int, Prepared]:
     """Prepare images into the rows of `pixels` that are their keys."""
     return {
@@ -246,20 +241,18 @@ def _prepare_rows(
 
 
 def _prepare_in_process(
+    timer: StageTimer,
     images: dict[int, InputImage],
     input_size: tuple[int, int],
     options: InferenceOptions,
     descriptor: int,
     shape: tuple[int, ...],
     slot: int,
-    *,
-    timed: bool,
-) -> tuple[dict[int, Prepared], tuple[StageTime, ...]]:
+) -> dict[int, Prepared]:
     """Prepare images in a worker process, which answers with neither their sources nor their pixels."""
     raise_pillow_limit(options.max_pixels)
-    timer = StageTimer() if timed else NO_OP_TIMER
-    prepared = _prepare_rows(images, input_size, options, _map_slots_once(descriptor, shape)[slot], timer)
-    return {row: replace(result, input=_UNNAMED) for row, result in prepared.items()}, timer.read().stages
+    prepared = _prepare_rows(timer, images, input_size, options, _map_slots_once(descriptor, shape)[slot])
+    return {row: replace(result, input=_UNNAMED) for row, result in prepared.items()}
 
 
 # in place of the image that the caller knows

@@ -129,8 +129,3 @@ def log_cautions(metadata: Metadata, *, boxed: bool, crop_hint: str, log: Log = 
 def fingerprint_model(path: Path) -> dict[str, str]:
     """Return the name and sha256 of a model file."""
     return {"file": path.name, "sha256": compute_sha256(path)}
-
-
-def fingerprint_file(path: Path) -> str:
-    """Return the name and sha256 of a file as run.json holds them."""
-    return f"{path.name}, sha256 {compute_sha256(path)}"

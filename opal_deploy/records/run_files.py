@@ -1,4 +1,4 @@
-"""The files of a run directory: their names, and writing and removing its overlays and evidence sheets."""
+"""The files of a run directory: their names, and writing and removing its overlays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from opal_deploy.errors import StoppedEarly
 
 # options, records, counts, and the HTML page
 RUN, RESULTS, SUMMARY, REPORT = "run.json", "results.jsonl", "summary.json", "report.html"
-# folders of drawings, and of the runs that a run with several processes consists of
+# folders of drawings (sheets are of 0.1.0), and of the runs that a run with several processes consists of
 OVERLAYS, SHEETS, SHARDS = "overlays", "sheets", "shards"
 # from the ten-thousandth image on, files are in subfolders, so that no folder holds millions
 FILES_PER_FOLDER = 10_000
@@ -22,20 +22,11 @@ _STEM_LENGTH = 80
 
 def overlay_name(index: int, image: str | None) -> str:
     """Return the path of an image's overlay in the run directory: unique and safe; `index` counts images from 0."""
-    return _name(OVERLAYS, index, image)
-
-
-def sheet_name(index: int, image: str | None) -> str:
-    """Return the path of an evidence sheet in the run directory; see `overlay_name`."""
-    return _name(SHEETS, index, image)
-
-
-def _name(kind: str, index: int, image: str | None) -> str:
     # a frame of a video is named after the video's suffix
     stem = re.sub(r"\.[A-Za-z0-9]{1,5}$", "", Path(image).name) if image else ""
     safe = _UNSAFE.sub("_", stem)[:_STEM_LENGTH].strip("._") or "image"
-    folder, name = index // FILES_PER_FOLDER, f"{index:06d}-{safe}{_SUFFIXES[kind]}"
-    return f"{kind}/{folder:04d}/{name}" if folder else f"{kind}/{name}"
+    folder, name = index // FILES_PER_FOLDER, f"{index:06d}-{safe}.jpg"
+    return f"{OVERLAYS}/{folder:04d}/{name}" if folder else f"{OVERLAYS}/{name}"
 
 
 def write_image_file(out: Path, name: str, encoded: bytes) -> None:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from opal_deploy._version import __version__
 from opal_deploy.artifact.files import check_regular, lock_directory, read_json, remove_temporary_files, write_json
@@ -55,7 +55,7 @@ class InferenceRun:
     """A complete run.
 
     Attributes:
-        out: the run directory, with overlays, sheets and tables where they were asked for.
+        out: the run directory, with overlays and tables where they were asked for.
         summary: the document of summary.json: counts, accuracy, times, model and command.
         lines: what the command prints about the run.
     """
@@ -94,43 +94,27 @@ class RunDirectory:
     """A run directory that only this process uses.
 
     Attributes:
-        root, config: the directory, and the run's configuration.
+        root: the directory.
         state: of the run that it holds.
-        started, resumed: times when the run began and when it was resumed, ISO 8601.
-        run_id: names the run in the signatures of its records.
+        document: of run.json, without a signature: the run's configuration, its `id` in the signatures of records, and
+            the times when it began and was resumed.
     """
 
     root: Path
-    config: RunConfig
-    state: State = "new"
-    started: str = ""
-    resumed: list[str] = field(default_factory=list)
-    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    state: State
+    document: dict[str, Any]
 
     def write_config(self) -> None:
         """Write run.json before the first record of a new or resumed run; raise UsageError."""
-        if self.state == "new":
-            self.started = _now()
-        else:
-            self.resumed.append(_now())
-        write_json(self.root / RUN, self._document())
-
-    def _document(self) -> dict[str, Any]:
-        return {
-            "schema": SCHEMA,
-            "opal_deploy": __version__,
-            "id": self.run_id,
-            "started": self.started,
-            "resumed": self.resumed,
-            "run": dict(self.config),
-        }
+        if self.state == "unfinished":
+            self.document["resumed"].append(_now())
+        write_json(self.root / RUN, self.document)
 
     def sign_config(self, summary: Summary, signer: Signer, *, complete: bool) -> None:
         """Write run.json with the number of records and a signature, when the run ends; raise StoppedEarly."""
         digest = summary.signatures or SignatureDigest()
         records = {"count": summary.total, "complete": complete, "signatures_sha256": digest.hexdigest()}
-        # as it is read again: lists for tuples
-        document = json.loads(json.dumps({**self._document(), "records": records}))
+        document = {**self.document, "records": records}
         self._write_at_end(RUN, {**document, "signature": signer.sign_document(document)})
 
     def write_summary(self, summary: Summary, context: Mapping[str, Any], stopped: str | None = None) -> dict[str, Any]:
@@ -146,8 +130,8 @@ class RunDirectory:
             **summary.to_dict(),
             **context,
             "opal_deploy": __version__,
-            "started": self.started,
-            "resumed": self.resumed,
+            "started": self.document["started"],
+            "resumed": self.document["resumed"],
             "ended": _now(),
             "results_bytes": _size(self.root / RESULTS),
         }
@@ -159,10 +143,6 @@ class RunDirectory:
             write_json(self.root / name, document)
         except UsageError as error:
             raise StoppedEarly(f"{error}; all records are in {RESULTS}") from None
-
-    def read_summary(self) -> dict[str, Any]:
-        """Return the document of a complete run's summary.json."""
-        return cast(dict[str, Any], read_json(self.root / SUMMARY))
 
 
 @contextmanager
@@ -187,30 +167,33 @@ def acquire_run_dir(root: Path, config: RunConfig, *, overwrite: bool) -> Iterat
 
 def inspect_run_dir(root: Path, config: RunConfig) -> RunDirectory:
     """Return the directory with the state of its run; raise UsageError if it holds another than that of `config`."""
+    document = {
+        "schema": SCHEMA, "opal_deploy": __version__, "id": uuid.uuid4().hex, "started": _now(), "resumed": [],
+        # as it is read again: lists for tuples
+        "run": json.loads(json.dumps(config)),
+    }  # fmt: skip
     if not os.path.lexists(root / RUN):
         if os.path.lexists(root / RESULTS):
             raise UsageError(f"{root}: it holds the results of an earlier run; {_HINT}")
-        return RunDirectory(root, config)
-    document = _read(root / RUN)
-    if document.get("schema", SCHEMA) != SCHEMA:
+        return RunDirectory(root, "new", document)
+    stored = _read(root / RUN)
+    if stored.get("schema", SCHEMA) != SCHEMA:
         raise UsageError(
-            f"{root}/{RUN}: schema {document['schema']!r} found, {SCHEMA} expected; continue it with the "
+            f"{root}/{RUN}: schema {stored['schema']!r} found, {SCHEMA} expected; continue it with the "
             f"opal-deploy version that wrote it, {_HINT}"
         )
-    if not {"run", "started", "resumed", "id"} <= document.keys():
+    if not document.keys() <= stored.keys():
         raise UsageError(f"{root}/{RUN}: damaged, so nothing can be continued there; {_HINT}")
-    if different := _differences(document["run"], config):
+    if different := _differences(stored["run"], document["run"]):
         raise UsageError(f"{root}: it holds another run: {'; '.join(different)}; {_HINT}")
     summary, size = _read(root / SUMMARY), _size(root / RESULTS)
     # a summary of other results, or of results that are gone, says nothing
     is_finished = summary.get("complete") is True and size is not None and summary.get("results_bytes") == size
-    state: State = "finished" if is_finished else "unfinished"
-    return RunDirectory(root, config, state, document["started"], document["resumed"], document["id"])
+    document |= {key: stored[key] for key in ("id", "started", "resumed")}
+    return RunDirectory(root, "finished" if is_finished else "unfinished", document)
 
 
 def _differences(stored: RunConfig, config: RunConfig) -> list[str]:
-    # as run.json would hold it
-    config = json.loads(json.dumps(config))
     return [
         f"{name if name == IMAGES else flag_of(name)} {_format_value(stored.get(name))} there, "
         f"{_format_value(config.get(name))} here"
@@ -332,28 +315,16 @@ class RecordWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        try:
-            if kind is None:
-                self.sync()
-            else:
-                with contextlib.suppress(StoppedEarly):
-                    self.sync()
-        finally:
-            self._stream.close()
+        # an exception is not replaced by another one
+        with self._stream, contextlib.nullcontext() if kind is None else contextlib.suppress(StoppedEarly):
+            self.sync()
 
 
-@dataclass(frozen=True)
-class ResumePoint:
-    """The whole records at the beginning of a file, after which a run resumes: `count` records in `size` bytes."""
-
-    count: int = 0
-    size: int = 0
-
-
-def load_resume_point(out: Path, images: Iterator[InputImage], count: Callable[[Record], None]) -> ResumePoint:
+def load_resume_point(out: Path, images: Iterator[InputImage], count: Callable[[Record], None]) -> tuple[int, int]:
     """Read the records of an unfinished run, and take as many images, which are done.
 
-    Reading ends at the first line that is not a whole record, or whose drawing is missing or empty: a process may have
+    Returns the number of whole records at the beginning of the file, after which the run resumes, and their bytes.
+    Reading ends at the first line that is not a whole record, or whose overlay is missing or empty: a process may have
     been killed while it wrote, or the power may have failed before data reached the disk.
 
     Args:
@@ -364,24 +335,23 @@ def load_resume_point(out: Path, images: Iterator[InputImage], count: Callable[[
     Raises:
         UsageError: the images are not those of the run; nothing was changed.
     """
-    path = out / RESULTS
+    path, num_records, offset = out / RESULTS, 0, 0
     try:
         check_regular(path)
         with path.open("rb") as stream:
-            num_records, offset = 0, 0
             for line in read_lines(stream):
                 record = line.record
-                if record is None or not _has_drawings(out, record):
+                if record is None or not _has_overlay(out, record):
                     break
                 _check_same_image(out, num_records, record, next(images, None))
                 count(record)
                 num_records += 1
                 offset += line.size
     except FileNotFoundError:
-        return ResumePoint()
+        pass
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error}); choose another --out") from None
-    return ResumePoint(num_records, offset)
+    return num_records, offset
 
 
 def read_records(path: Path) -> Iterator[Record]:
@@ -403,7 +373,6 @@ def _check_same_image(out: Path, index: int, record: Record, image: InputImage |
     )
 
 
-def _has_drawings(out: Path, record: Record) -> bool:
-    """Return whether the drawings that a record names are in the run directory, and not empty."""
-    names = (record.overlay, record.sheet) if isinstance(record, Answered) else ()
-    return all(_size(out / name) for name in names if name is not None)
+def _has_overlay(out: Path, record: Record) -> bool:
+    """Return whether the overlay that a record names is in the run directory, and not empty."""
+    return not isinstance(record, Answered) or record.overlay is None or bool(_size(out / record.overlay))

@@ -17,10 +17,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from functools import partial
 
-from opal_deploy.errors import ImageError, StoppedEarly
+from opal_deploy.errors import ImageError, OpalError, StoppedEarly
 from opal_deploy.logs import as_progress
 from opal_deploy.options import StrPath
 from opal_deploy.predict.executor import open_decoders, predict_batches
@@ -36,10 +37,10 @@ from opal_deploy.run.directory import (
     load_resume_point,
     read_records,
 )
-from opal_deploy.run.drawing import Drawer, Thumbnails, open_report, prepare_folders
-from opal_deploy.run.options import InferOptions, Interrupt, handle_signals
+from opal_deploy.run.drawing import Thumbnails, draw_results, open_report, prepare_overlays
+from opal_deploy.run.options import InferOptions, Interrupt
 from opal_deploy.run.setup import RunOptions, RunSetup, prepare_run
-from opal_deploy.run.shards import ALONE, Recovery, ShardedRun, ShardJob, join_shards, run_here, run_shards
+from opal_deploy.run.shards import Recovery, ShardedRun, join_shards, run_shards
 from opal_deploy.run.summary import Accuracy, Summary
 from opal_deploy.runtime.session import Session
 from opal_deploy.sources.image import InputImage
@@ -71,13 +72,18 @@ def infer(
                 _run(setup, directory, summary, timer, interrupt, recovery)
             document = setup.write_summary(directory, summary.end(timer, started))
             setup.upload(directory)
-        except KeyboardInterrupt:
-            setup.write_early_summary(directory, summary.end(timer, started), "interrupted")
-            options.log(f"Interrupted: {summary.total} records are in {directory.root}; {setup.resume_hint()}")
+        except (KeyboardInterrupt, StoppedEarly) as error:
+            # if the disk has space for it
+            with suppress(OpalError):
+                setup.write_summary(directory, summary.end(timer, started), str(error) or "interrupted")
+                setup.upload(directory)
+            if recovery is not None:
+                raise
+            hint = f"the same command{' without --overwrite' if options.overwrite else ''} resumes"
+            if isinstance(error, StoppedEarly):
+                raise StoppedEarly(f"{error}; {hint}") from None
+            options.log(f"Interrupted: {summary.total} records are in {directory.root}; {hint}")
             raise
-        except StoppedEarly as error:
-            setup.write_early_summary(directory, summary.end(timer, started), str(error))
-            raise error if recovery else StoppedEarly(f"{error}; {setup.resume_hint()}") from None
         setup.remove_shards(directory)
         return setup.describe_run(directory, summary, document)
 
@@ -91,7 +97,8 @@ def _run(
     recovery: Recovery | None,
 ) -> None:
     """Write all records, here or by shards, and then tables and report; raise KeyboardInterrupt if it was stopped."""
-    options, sign = setup.run, setup.signer_of(directory)
+    options = setup.run
+    sign = None if setup.signer is None else partial(setup.signer.sign, run=directory.document["id"])
     progress = as_progress(setup.options.progress)
     # a supervised shard shows no progress
     total = setup.inputs.count() if setup.options.progress and recovery is None else None
@@ -109,40 +116,19 @@ def _run(
             report=report, sign=sign, recovery=recovery or NO_RECOVERY,
         )  # fmt: skip
     else:
-        launch = run_here
-        if setup.options.ray is not None:
-            from opal_deploy.run.ray_tasks import run_on_ray as launch
-        run = ShardedRun(setup, run_shard, interrupt, report, setup.devices)
-        try:
-            setup.runtime = run_shards(launch, run, timer)
-        finally:
-            summary.shards = run.summarize()
+        run = ShardedRun(setup, interrupt, report, setup.devices)
+        setup.runtime = run_shards(run)
+        summary.shards = len(run.devices)
         if not interrupt.stopped:
             join_shards(run, summary, sign)
     if interrupt.stopped:
         raise KeyboardInterrupt
-    if summary.accuracy is not None:
-        summary.accuracy.unused_rows = setup.inputs.unused_labels()
+    # a shard lacks images of other shards
+    if summary.accuracy is not None and setup.inputs.labels is not None and setup.options.shard is None:
+        summary.accuracy.unused_rows = setup.inputs.labels.unused()
     # a supervised shard leaves them to the run that it is part of
     if recovery is None:
         write_tables_and_report(options, summary, thumbnails)
-
-
-def run_shard(job: ShardJob, recovery: Recovery) -> bool:
-    """Run a shard in this process, and return whether it is complete; False: it was interrupted."""
-    begun: list[int] = []
-
-    def stop_after(done: int, total: int | None, note: str) -> None:
-        begun.append(done)
-        if recovery.note is not None and done - begun[0] >= ALONE:
-            interrupt.requested = True
-
-    with handle_signals(lambda _: None) as interrupt:
-        try:
-            infer(job.images, job.model, replace(job.options, interrupt=interrupt, progress=stop_after), recovery)
-        except KeyboardInterrupt:
-            return False
-    return True
 
 
 def write_records(
@@ -177,33 +163,29 @@ def write_records(
         StoppedEarly: the disk is full, a device was lost, or too many images failed; the records so far are whole.
         UsageError: `options.out` cannot be written to, holds records of other images, or `images` raised it.
     """
-    started = time.perf_counter()
     out, inference = options.out, replace(options.inference, one_at_a_time=recovery.note is not None)
-    resumed = load_resume_point(out, images, summary.count)
-    summary.resumed = resumed.count
-    if resumed.count:
-        options.log(f"{out}: {resumed.count} records are there already")
+    first, size = load_resume_point(out, images, summary.count)
+    summary.resumed = first
+    if first:
+        options.log(f"{out}: {first} records are there already")
     summary.check_errors(options.max_errors)
-    remaining = _recover(interrupt.stop_when_requested(images), resumed.count, recovery)
+    remaining = _recover(interrupt.stop_when_requested(images), first, recovery)
     thumbnails: Thumbnails = {}
     with ExitStack() as stack:
-        writer = stack.enter_context(RecordWriter(out / RESULTS, resumed.size, resumed.count))
-        prepare_folders(
-            out, overlays=options.report is not None, sheets=options.sheets is not None, first=resumed.count
-        )
+        writer = stack.enter_context(RecordWriter(out / RESULTS, size, first))
+        if inference.keep_images:
+            prepare_overlays(out, first)
         decoders = stack.enter_context(open_decoders(sessions, inference, timer))
-        batches = predict_batches(remaining, sessions, inference, decoders, timer, first=resumed.count)
+        batches = predict_batches(remaining, sessions, inference, decoders, timer, first=first)
         # otherwise its threads would live as long as an exception's traceback
         stack.enter_context(closing(batches))
         groups: Iterator[list[Record]] = ([result.record for result in results] for results in batches)
         if inference.keep_images:
-            drawer = stack.enter_context(
-                Drawer(
-                    out, options.report, options.sheets, inference, decoders.processes,
-                    thumbnails=thumbnails, timer=timer,
-                )
+            drawn = draw_results(
+                itertools.chain.from_iterable(batches), out, inference, decoders.processes,
+                first=first, thumbnails=thumbnails, timer=timer,
             )  # fmt: skip
-            drawn = drawer.draw_all(itertools.chain.from_iterable(batches), resumed.count)
+            stack.enter_context(closing(drawn))
             groups = ([record] for record in drawn)
         elif options.max_errors is not None:
             # nothing is written after the error that exceeds the limit
@@ -217,8 +199,6 @@ def write_records(
             finally:
                 for record in records[: writer.count - count]:
                     summary.count(record)
-            if summary.seconds_to_first_record is None:
-                summary.seconds_to_first_record = time.perf_counter() - started
             report(summary.total)
             summary.check_errors(options.max_errors)
     return thumbnails

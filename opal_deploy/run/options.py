@@ -89,7 +89,6 @@ class InferOptions(Decision):
     """
 
     explain: Annotated[bool, Option("Draw an overlay per image and write report.html.")] = False
-    sheets: Annotated[bool, Option("Draw an evidence sheet per image: the prediction next to the runner-up.")] = False
     slot_names: SlotNameFile = None
     out: Annotated[StrPath, Option("Output folder, or the URL in a bucket to which it is uploaded.", cli=str)] = (
         "explanations"

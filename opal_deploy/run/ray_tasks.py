@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from opal_deploy.artifact.files import model_kind
 from opal_deploy.errors import OpalError, UsageError, first_line, require
 from opal_deploy.records.run_files import RUN
 from opal_deploy.remote import is_url
-from opal_deploy.run.shards import POLL_SECONDS, RecordCounter, Recovery, ShardedRun, ShardJob, supervise_shard
+from opal_deploy.run.shards import POLL_SECONDS, ShardedRun, ShardJob, supervise_shard
 from opal_deploy.worker_pool import WorkerPool
 
 _CONNECT_SECONDS = 10.0
@@ -47,32 +47,26 @@ def run_on_ray(run: ShardedRun) -> None:
         task = ray.remote(_run_task).options(
             num_cpus=run.cpus, num_gpus=gpus, max_retries=_RETRIES, scheduling_strategy="SPREAD"
         )
-        running = {task.remote(job, run.run_shard, model, os.getcwd()): job for job in run.find_missing()}
-        counter, complete = RecordCounter(run.folders), True
+        running = {task.remote(job, model, os.getcwd()): job for job in run.find_missing()}
+        complete = True
         try:
             while running and not run.interrupt.requested:
                 done, _ = ray.wait(list(running), timeout=POLL_SECONDS)
                 for reference in done:
-                    complete &= _take_result(ray.get, reference, running.pop(reference))
-                run.report(counter.count())
+                    job = running.pop(reference)
+                    try:
+                        result = ray.get(reference)
+                    except ray.exceptions.RayError as error:
+                        raise OpalError(f"{job.name}: {first_line(error)}") from error
+                    if isinstance(result, OpalError):
+                        raise result
+                    complete &= result
+                run.report_progress()
         finally:
             # what is left is interrupted: its records are whole, and the same call resumes it
             for reference in running:
                 ray.cancel(reference, force=True)
         run.interrupt.stopped = bool(running) or not complete
-
-
-def _take_result(get: Callable[[Any], Any], reference: Any, job: ShardJob) -> bool:
-    """Return whether a shard is complete; raise its error, without Ray's traceback."""
-    import ray
-
-    try:
-        result = get(reference)
-    except ray.exceptions.RayError as error:
-        raise OpalError(f"{job.name}: {first_line(error)}") from error
-    if isinstance(result, OpalError):
-        raise result
-    return bool(result)
 
 
 def choose_size(nodes: list[dict[str, float]], cpus: int | None) -> tuple[int, int, int]:
@@ -101,9 +95,7 @@ def choose_size(nodes: list[dict[str, float]], cpus: int | None) -> tuple[int, i
     return 0, cpus, places
 
 
-def _run_task(
-    job: ShardJob, run_shard: Callable[[ShardJob, Recovery], bool], model: dict[str, bytes], folder: str
-) -> bool | OpalError:
+def _run_task(job: ShardJob, model: dict[str, bytes], folder: str) -> bool | OpalError:
     """Run a shard on a node; errors that a user can cause are returned, since Ray would wrap them in tracebacks."""
     try:
         with suppress(OSError):  # where all paths are absolute, it need not be there
@@ -118,7 +110,7 @@ def _run_task(
                 (Path(local) / name).write_bytes(data)
             # the shard checks its digest
             job = replace(job, model=Path(local) / job.model.name)
-            return supervise_shard(job, pool, run_shard, threading.Event(), lambda _: None)
+            return supervise_shard(job, pool, threading.Event(), lambda _: None)
     except OpalError as error:
         return error
 

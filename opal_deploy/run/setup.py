@@ -7,36 +7,26 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.errors import OpalError, UsageError
+from opal_deploy.artifact.files import compute_sha256, read_json
+from opal_deploy.errors import UsageError
 from opal_deploy.logs import Log
 from opal_deploy.options import StrPath, to_arguments
 from opal_deploy.predict.prepare import InferenceOptions, raise_pillow_limit
-from opal_deploy.predict.setup import LoadedModel, check_model, fingerprint_file, load_model
+from opal_deploy.predict.setup import LoadedModel, check_model, load_model
 from opal_deploy.preprocess.decode import Decoding
 from opal_deploy.records.decision import Decision
-from opal_deploy.records.names import unescape_name
-from opal_deploy.records.record import Record
-from opal_deploy.records.run_files import REPORT, RESULTS, SHARDS, SHEETS, SUMMARY
+from opal_deploy.records.names import read_slot_names, unescape_name
+from opal_deploy.records.run_files import REPORT, RESULTS, SHARDS, SUMMARY
 from opal_deploy.records.signatures import Signer
 from opal_deploy.records.tables import TABLES, Format, check_formats, write_table
 from opal_deploy.remote import check_output, is_url, redact, remove_folder, upload_folder
 from opal_deploy.run.directory import IMAGES, InferenceRun, RunDirectory, read_records
-from opal_deploy.run.drawing import (
-    SheetBuilder,
-    SheetOptions,
-    check_exact_evidence,
-    list_evidence,
-    load_slot_names,
-    report_facts,
-    report_title,
-)
+from opal_deploy.run.drawing import check_exact_evidence, describe_report
 from opal_deploy.run.options import InferOptions
 from opal_deploy.run.summary import Summary
 from opal_deploy.runtime.devices import default_batch, default_workers, split_devices
@@ -105,13 +95,6 @@ class Inputs:
         length = -(-num_items // (count * batch)) * batch
         return replace(self, part=range((index - 1) * length, index * length))
 
-    def unused_labels(self) -> list[str]:
-        """Return the images that the file of labels names, and that `find_images` has not yielded.
-
-        Empty for a shard, since other shards have those images.
-        """
-        return self.labels.unused() if self.labels is not None and self.part is None else []
-
     def count(self) -> int | None:
         """Return the number of records; None unless all inputs are folders and image files, without videos.
 
@@ -140,9 +123,8 @@ class RunOptions:
 
     Attributes:
         out: the run directory.
-        inference: how images are classified; `keep_images` and `keep_outputs` where they are drawn.
+        inference: how images are classified; `keep_images` where they are drawn.
         report: draw an overlay per image and write report.html; None: neither.
-        sheets: draw an evidence sheet per image; None: none.
         formats: tables to write at the end.
         max_errors: end the run if more images failed; None: never.
         log: receives messages, from any thread.
@@ -151,7 +133,6 @@ class RunOptions:
     out: Path
     inference: InferenceOptions
     report: ReportOptions | None = None
-    sheets: SheetBuilder | None = None
     formats: tuple[Format, ...] = ()
     max_errors: int | None = None
     log: Log = lambda _: None
@@ -188,6 +169,7 @@ class RunSetup:
     def config(self) -> dict[str, Any]:
         """The options that determine records and drawings; only a run with equal ones is resumed."""
         inputs, options = self.inputs, self.options
+        names = None if options.slot_names is None else Path(options.slot_names)
         return {
             IMAGES: list(map(redact, inputs.images)),
             "model": self.model.fingerprint,
@@ -201,15 +183,10 @@ class RunSetup:
             "shard": options.shard,
             "recursive": options.recursive,
             # only where it was given, so that other runs do not depend on it
-            **({"sheets": True} if options.sheets else {}),
-            **({"slot_names": fingerprint_file(Path(options.slot_names))} if options.slot_names is not None else {}),
+            **({"slot_names": f"{names.name}, sha256 {compute_sha256(names)}"} if names is not None else {}),
             **({"every": str(inputs.video.sampling)} if inputs.video.sampling is not None else {}),
             **({"sign": self.signer.fingerprint} if self.signer is not None else {}),
         }
-
-    def signer_of(self, directory: RunDirectory) -> Callable[[Record], Record] | None:
-        """Return what signs the run's records; None: none is signed."""
-        return None if self.signer is None else partial(self.signer.sign, run=directory.run_id)
 
     def write_summary(self, directory: RunDirectory, summary: Summary, stopped: str | None = None) -> dict[str, Any]:
         """Sign run.json if asked to, and write summary.json; `stopped` is why the run ended early."""
@@ -217,12 +194,6 @@ class RunSetup:
             directory.sign_config(summary, self.signer, complete=stopped is None)
         context = {"model": self.model.fingerprint, "runtime": self.runtime, "command": self.command}
         return directory.write_summary(summary, context, stopped)
-
-    def write_early_summary(self, directory: RunDirectory, summary: Summary, stopped: str) -> None:
-        """Write summary.json of a run that ended early, if the disk has space for it, and upload what there is."""
-        with suppress(OpalError):
-            self.write_summary(directory, summary, stopped)
-            self.upload(directory)
 
     def upload(self, directory: RunDirectory) -> None:
         """Upload the run directory, if it is to be in a bucket; raise StoppedEarly if that fails."""
@@ -238,7 +209,8 @@ class RunSetup:
 
     def return_finished(self, directory: RunDirectory) -> InferenceRun:
         """Return a run that is complete already, and write any of its tables that are missing."""
-        document, log, root = directory.read_summary(), self.options.log, directory.root
+        log, root = self.options.log, directory.root
+        document = read_json(root / SUMMARY)
         log(
             f"{root}: this run is finished ({document['images']} images, ended {document['ended']}); --overwrite "
             "computes it again"
@@ -254,13 +226,9 @@ class RunSetup:
         """Return a run that has just been completed, with what the command prints about it."""
         lines = [*summary.describe(), *self.inputs.skipped.describe()]
         files = [("Records", RESULTS), *(("Table", TABLES[kind]) for kind in self.run.formats)]
-        files += [("Sheets", SHEETS)] * self.options.sheets + [("Report", REPORT)] * self.options.explain
+        files += [("Report", REPORT)] * self.options.explain
         lines += [f"{title}: {directory.root}/{name}" for title, name in files]
         return InferenceRun(directory.root, document, tuple(lines))
-
-    def resume_hint(self) -> str:
-        """Return how to resume the run: with the same command, unless that would begin a new run."""
-        return f"the same command{' without --overwrite' if self.options.overwrite else ''} resumes"
 
 
 def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, options: InferOptions) -> RunSetup:
@@ -288,10 +256,9 @@ def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, opti
     )
     decision = Decision.of(options).resolve(path, metadata, options.log)
     slot_names = None
-    if options.sheets or options.slot_names is not None:
+    if options.slot_names is not None:
         check_exact_evidence(metadata, str(path))
-        slot_names = load_slot_names(metadata, options.slot_names)
-    sheets = SheetBuilder(metadata, SheetOptions(names=slot_names, decision=decision)) if options.sheets else None
+        slot_names = read_slot_names(Path(options.slot_names), metadata.class_names, metadata.class_map)
     sessions = loaded.sessions
     inference = InferenceOptions(
         batch=options.batch or (default_batch(sessions[0]) if sessions else 1),
@@ -305,8 +272,7 @@ def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, opti
         decision=decision,
         model_sha256=loaded.fingerprint["sha256"],
         slot_names=slot_names,
-        keep_images=options.explain or options.sheets,
-        keep_outputs=options.sheets,
+        keep_images=options.explain,
     )
     if options.shard is not None:
         inputs = inputs.take_shard(parse_shard(options.shard), inference.batch)
@@ -317,11 +283,8 @@ def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, opti
     runtime = "; ".join(session.description for session in sessions)
     report = None
     if options.explain:
-        report = ReportOptions(
-            report_facts(path, metadata, runtime, command), list_evidence(Path(path.name), metadata),
-            metadata.effective_field, report_title(inputs.images, path), frozenset(metadata.class_names),
-        )  # fmt: skip
-    run = RunOptions(out, inference, report, sheets, formats, options.max_errors, options.log)
+        report = describe_report(path, metadata, inputs.images, runtime=runtime, command=command)
+    run = RunOptions(out, inference, report, formats, options.max_errors, options.log)
     # raises if there is no image
     all_images = inputs.find_images()
     return RunSetup(options, inputs, loaded, run, signer, upload_to, command, devices, runtime, all_images)

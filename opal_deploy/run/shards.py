@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from msgspec import structs
 
@@ -25,18 +24,17 @@ from opal_deploy.artifact.files import read_json
 from opal_deploy.errors import StoppedEarly
 from opal_deploy.logs import Log
 from opal_deploy.records.record import Answered, Record
-from opal_deploy.records.run_files import OVERLAYS, RESULTS, SHEETS, SUMMARY, overlay_name, sheet_name
+from opal_deploy.records.run_files import RESULTS, SUMMARY, overlay_name
 from opal_deploy.remote import download_folder
 from opal_deploy.run.directory import RecordWriter, inspect_run_dir, read_records
-from opal_deploy.run.options import InferOptions, Interrupt
+from opal_deploy.run.options import InferOptions, Interrupt, handle_signals
 from opal_deploy.run.setup import RunSetup, part_url, shard_dir
 from opal_deploy.run.summary import Summary
 from opal_deploy.runtime.devices import available_cpus, default_workers
-from opal_deploy.timing import StageTime, StageTimer, StageTimes
 from opal_deploy.worker_pool import WorkerCrashed, WorkerPool
 
 # crashes until images are predicted one at a time, and how many of them are
-_CRASHES_IN_BATCHES, ALONE = 2, 128
+_CRASHES_IN_BATCHES, _ALONE = 2, 128
 # the run ends after so many crashes that no image explains, or images that end a shard's process
 _MAX_UNEXPLAINED, _MAX_CRASHED = 5, 20
 # records that are joined at a time
@@ -51,7 +49,7 @@ class Recovery:
     Attributes:
         crashed: how it ended, completing "it ...", by the numbers of images that ended it, which get error records.
         note: file that receives the number of each image before it begins; then images are predicted one at a time,
-            and the shard returns after `ALONE` of them.
+            and the shard returns after `_ALONE` of them.
     """
 
     crashed: Mapping[int, str] = field(default_factory=dict)
@@ -79,21 +77,19 @@ class ShardedRun:
 
     Attributes:
         setup: of the whole call; `upload_to` is where nodes without shared storage upload their shards.
-        run_shard: runs a shard in its process, and returns whether it is complete; False: it was interrupted.
         interrupt: stops the shards gracefully on request.
         report: receives the number of records so far.
         devices: the device of each shard; set once a cluster's size is known.
         cpus: CPUs that each shard may keep busy.
-        crashes: processes that ended.
     """
 
     setup: RunSetup
-    run_shard: Callable[[ShardJob, Recovery], bool]
     interrupt: Interrupt
     report: Callable[[int], None]
     devices: tuple[str, ...]
     cpus: int = 1
-    crashes: int = 0
+    _sizes: Counter[Path] = field(default_factory=Counter)
+    _records: int = 0
 
     @property
     def folders(self) -> list[Path]:
@@ -101,9 +97,15 @@ class ShardedRun:
         count = len(self.devices)
         return [shard_dir(self.setup.run.out, index, count) for index in range(1, count + 1)]
 
-    def summarize(self) -> dict[str, int]:
-        """Return the entry of summary.json."""
-        return {"count": len(self.devices), "crashes": self.crashes}
+    def report_progress(self) -> None:
+        """Count the records that the shards have appended since the last call, and report the number of all."""
+        for path in (folder / RESULTS for folder in self.folders):
+            with suppress(OSError), path.open("rb") as stream:
+                stream.seek(self._sizes[path])
+                while data := stream.read(1 << 20):
+                    self._sizes[path] += len(data)
+                    self._records += data.count(b"\n")
+        self.report(self._records)
 
     def find_missing(self) -> list[ShardJob]:
         """Return the shards that are not complete; raise UsageError if one is of another run."""
@@ -134,36 +136,14 @@ def _ignore(_: str) -> None:
     """Print nothing: all shards would print the same."""
 
 
-@dataclass
-class RecordCounter:
-    """Counts the records of shards while these append to them."""
-
-    folders: Sequence[Path]
-    _sizes: Counter[Path] = field(default_factory=Counter)
-    _records: int = 0
-
-    def count(self) -> int:
-        """Return the number of records so far."""
-        for path in (folder / RESULTS for folder in self.folders):
-            with suppress(OSError), path.open("rb") as stream:
-                stream.seek(self._sizes[path])
-                while data := stream.read(1 << 20):
-                    self._sizes[path] += len(data)
-                    self._records += data.count(b"\n")
-        return self._records
-
-
-def run_shards(launch: Callable[[ShardedRun], None], run: ShardedRun, timer: StageTimer) -> str:
+def run_shards(run: ShardedRun) -> str:
     """Run all shards that are not complete, and return their runtimes and devices in one line.
 
-    Args:
-        launch: `run_here`, or `ray_tasks.run_on_ray`.
-        run: the shards.
-        timer: receives the times of all shards.
-
-    Raises:
-        StoppedEarly, UsageError: a shard raised it, and the others were stopped.
+    Raises the error of a shard after the others were stopped.
     """
+    launch = run_here
+    if run.setup.options.ray is not None:
+        from opal_deploy.run.ray_tasks import run_on_ray as launch
     launch(run)
     if run.setup.upload_to is not None and not run.interrupt.stopped:
         # downloads those that a cluster's nodes uploaded
@@ -171,10 +151,7 @@ def run_shards(launch: Callable[[ShardedRun], None], run: ShardedRun, timer: Sta
     runtimes: dict[str, None] = {}
     for folder in run.folders:
         with suppress(OSError, ValueError):
-            document = read_json(folder / SUMMARY)
-            runtimes[document["runtime"]] = None
-            stages = tuple(StageTime(**row) for row in document["time"]["stages"])
-            timer.add_times(StageTimes(stages, tuple(document["time"]["waits"].items())))
+            runtimes[read_json(folder / SUMMARY)["runtime"]] = None
     return f"{len(run.devices)} shards: {'; '.join(runtimes)}"
 
 
@@ -186,39 +163,23 @@ def run_here(run: ShardedRun) -> None:
     jobs = run.find_missing()
     if not jobs:
         return
-    stopping, counter = threading.Event(), RecordCounter(run.folders)
-
-    def supervise(job: ShardJob) -> bool:
-        try:
-            return supervise_shard(job, pool, run.run_shard, stopping, log, run)
-        except BaseException:
-            stopping.set()
-            raise
-
+    stopping = threading.Event()
     with WorkerPool(len(jobs)) as pool, ThreadPoolExecutor(len(jobs), "shard") as threads:
-        futures = [threads.submit(supervise, job) for job in jobs]
-        told = False
-        while wait(futures, POLL_SECONDS).not_done:
-            run.report(counter.count())
-            if run.interrupt.requested:
-                stopping.set()
-            if stopping.is_set() and not told:
-                told = True
-                pool.interrupt()
-        run.report(counter.count())
+        futures = [threads.submit(supervise_shard, job, pool, stopping, log) for job in jobs]
+        while (shards := wait(futures, POLL_SECONDS, FIRST_EXCEPTION)).not_done:
+            run.report_progress()
+            if run.interrupt.requested or any(future.exception() for future in shards.done):
+                break
+        # once only: a second signal ends a process at once
+        stopping.set()
+        pool.interrupt()
+    run.report_progress()
     # all of them: the error of one is why the others were stopped
     complete = [future.result() for future in futures]
     run.interrupt.stopped = not all(complete)
 
 
-def supervise_shard(
-    job: ShardJob,
-    pool: WorkerPool,
-    run_shard: Callable[[ShardJob, Recovery], bool],
-    stopping: threading.Event,
-    log: Log,
-    run: ShardedRun | None = None,
-) -> bool:
+def supervise_shard(job: ShardJob, pool: WorkerPool, stopping: threading.Event, log: Log) -> bool:
     """Run a shard in a process of a pool until it is complete, whatever ends the process; return False if stopped.
 
     Raises:
@@ -233,8 +194,6 @@ def supervise_shard(
         except WorkerCrashed as crash:
             if stopping.is_set():
                 break
-            if run is not None:
-                run.crashes += 1
             number = _read_note(note)
             if number is None:
                 unexplained += 1
@@ -251,6 +210,26 @@ def supervise_shard(
     return False
 
 
+def run_shard(job: ShardJob, recovery: Recovery) -> bool:
+    """Run a shard in this process, and return whether it is complete; False: it was interrupted."""
+    # which imports this module
+    from opal_deploy.run.infer import infer
+
+    begun: list[int] = []
+
+    def stop_after(done: int, total: int | None, note: str) -> None:
+        begun.append(done)
+        if recovery.note is not None and done - begun[0] >= _ALONE:
+            interrupt.requested = True
+
+    with handle_signals(lambda _: None) as interrupt:
+        try:
+            infer(job.images, job.model, replace(job.options, interrupt=interrupt, progress=stop_after), recovery)
+        except KeyboardInterrupt:
+            return False
+    return True
+
+
 def _read_note(note: Path | None) -> int | None:
     """Return the number of the image that was begun last, and remove the note; None without one."""
     if note is None:
@@ -264,9 +243,9 @@ def _read_note(note: Path | None) -> int | None:
 
 
 def join_shards(run: ShardedRun, summary: Summary, sign: Callable[[Record], Record] | None = None) -> None:
-    """Write the records of complete shards to the run directory in order, and move their drawings there.
+    """Write the records of complete shards to the run directory in order, and move their overlays there.
 
-    It begins anew after an interruption: a drawing may have been moved already.
+    It begins anew after an interruption: an overlay may have been moved already.
 
     Args:
         run: the shards, all of them complete.
@@ -295,19 +274,15 @@ def join_shards(run: ShardedRun, summary: Summary, sign: Callable[[Record], Reco
 
 
 def _move_record(record: Record, number: int, shard: Path, out: Path) -> Record:
-    """Return a record with its number in the whole run, after moving its drawings."""
-    changes: dict[str, Any] = {"image_index": number}
-    if isinstance(record, Answered):
-        for kind, name, rename in ((OVERLAYS, record.overlay, overlay_name), (SHEETS, record.sheet, sheet_name)):
-            if name is None:
-                continue
-            new = rename(number, record.image)
-            changes[kind.removesuffix("s")] = new
-            target = out / new
-            try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with suppress(FileNotFoundError):
-                    (shard / name).replace(target)
-            except OSError as error:
-                raise StoppedEarly(f"{target}: cannot be written ({error.strerror or error}); make room") from None
-    return structs.replace(record, **changes)
+    """Return a record with its number in the whole run, after moving its overlay."""
+    if not isinstance(record, Answered) or record.overlay is None:
+        return structs.replace(record, image_index=number)
+    name = overlay_name(number, record.image)
+    target = out / name
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            (shard / record.overlay).replace(target)
+    except OSError as error:
+        raise StoppedEarly(f"{target}: cannot be written ({error.strerror or error}); make room") from None
+    return structs.replace(record, image_index=number, overlay=name)

@@ -85,9 +85,8 @@ class Summary:
         folder: common folder of the images, see `share_folder`; not in summary.json, which is shared.
         resumed: records from before the run was resumed; all other counts include them.
         seconds: from the first image to the last record, since the run began or was resumed.
-        seconds_to_first_record: until the first record was written; None before.
         times: seconds by stage; empty until the end.
-        shards: how many there were, and how many of their processes ended; None: one process did all.
+        shards: how many there were; None: one process did all.
         signatures: SHA-256 over the records' signatures, in order; not in summary.json but in run.json; None: no record
             is signed.
     """
@@ -101,9 +100,8 @@ class Summary:
     folder: str | None = None
     resumed: int = 0
     seconds: float = 0.0
-    seconds_to_first_record: float | None = None
     times: StageTimes = field(default_factory=StageTimes)
-    shards: dict[str, int] | None = None
+    shards: int | None = None
     signatures: SignatureDigest | None = None
 
     @property
@@ -176,7 +174,6 @@ class Summary:
             "accuracy": None if self.accuracy is None else self.accuracy.to_dict(),
             "new_images": self.total - self.resumed,
             "seconds": self.seconds,
-            "seconds_to_first_record": self.seconds_to_first_record,
             "images_per_second": self.images_per_second,
             "time": self.times.to_dict(),
             **({"shards": self.shards} if self.shards is not None else {}),

@@ -39,12 +39,11 @@ from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.resize import to_display
 from opal_deploy.records.build import RECORDED_OUTPUTS
 from opal_deploy.records.decision import NO_DECISION, Decision
-from opal_deploy.run.drawing import load_atlas
 from opal_deploy.runtime.gates import Gate
 from opal_deploy.synthetic import example_images
 from opal_deploy.synthetic.creatures import MAX_SPECIES, list_species
 from opal_deploy.visualization.atlas.entries import Atlas, AtlasPatch
-from opal_deploy.visualization.atlas.storage import load_atlas as load_atlas_folder
+from opal_deploy.visualization.atlas.storage import load_atlas
 from opal_deploy.visualization.pages import (
     load_templates,
     read_asset,
@@ -104,7 +103,7 @@ class Site:
         self._find_ort()
         self._list_examples()
         if self.atlas is not None:
-            load_atlas_folder(self.atlas)
+            load_atlas(self.atlas)
 
     def _check_folder(self) -> None:
         try:
@@ -131,7 +130,9 @@ class Site:
         metadata = onnx_file.read_metadata(model)
         _check_model(model, metadata)
         fingerprint = fingerprint_model(model)
-        atlas = None if self.atlas is None else load_atlas(model, metadata, fingerprint, self.atlas)
+        atlas = None if self.atlas is None else load_atlas(self.atlas)
+        if atlas is not None:
+            atlas.check_model({**fingerprint, "checkpoint_sha256": metadata.source.get("sha256")}, str(model))
         described = self._describe(model, fingerprint["sha256"], metadata, atlas)
         try:
             # a link to a folder stays a link

@@ -177,6 +177,13 @@ def test_a_finished_run_is_not_computed_again_and_ends_as_it_ended(infer, clean)
     assert (infer.cwd / "out/results.csv").read_bytes() == (clean / "results.csv").read_bytes()
 
 
+def test_a_record_whose_overlay_was_lost_is_made_again_with_all_after_it(infer, clean):
+    shutil.copytree(clean, infer.cwd / "out")
+    (infer.cwd / "out/summary.json").unlink()
+    (infer.cwd / "out/overlays/000004-004.jpg").unlink()
+    assert "out: 4 records are there already\n" in assert_goes_on(infer, clean)
+
+
 def test_without_out_results_go_to_a_folder_that_holds_one_run(infer):
     assert infer("--max-errors", "0", out=None).returncode == 5
     assert infer(out=None).returncode == 3

@@ -86,7 +86,7 @@ def test_a_changed_record_is_found_also_where_no_model_computes_the_field(signed
     assert "changed after it was signed" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [("--shards", "2"), ("--explain", "--sheets", "--format", "parquet")])
+@pytest.mark.parametrize("arguments", [("--shards", "2"), ("--explain", "--format", "parquet")])
 def test_every_way_of_running_signs_its_records(infer, folder, arguments):
     out = "-".join(arguments).replace("/", "of")
     infer(out, *arguments)

@@ -53,7 +53,7 @@ def infer(opal, folder):
 
 @pytest.fixture(scope="module")
 def records(infer, folder):
-    check(infer("out", "--unknown", RATE, "--explain", "--sheets", "--format", "csv"))
+    check(infer("out", "--unknown", RATE, "--explain", "--format", "csv"))
     return read_results(folder / "out")
 
 

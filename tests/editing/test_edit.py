@@ -121,7 +121,7 @@ def test_engines_and_models_without_single_cells_are_refused(files, map_model, t
 
 def test_infer_records_the_slots_that_are_left(edited_model, make_pictures, tmp_path, opal):
     images = make_pictures(tmp_path / "in", 4)
-    done = opal("infer", tmp_path / "in", "--model", edited_model, "--out", tmp_path / "run", "--explain", "--sheets")
+    done = opal("infer", tmp_path / "in", "--model", edited_model, "--out", tmp_path / "run", "--explain")
     assert done.returncode == 0, done.stderr
     records = read_results(tmp_path / "run")
     expected = opal_deploy.load(edited_model, device="cpu", threads=1).predict(images)

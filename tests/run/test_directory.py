@@ -33,9 +33,9 @@ def test_the_same_run_goes_on_until_it_is_finished(tmp_path):
     document = json.loads((tmp_path / "run.json").read_text())
     assert (document["schema"], document["run"]) == (1, IDENTITY)
     found = look(tmp_path)
-    assert (found.state, found.resumed, bool(found.started)) == ("unfinished", [], True)
+    assert (found.state, found.document["resumed"], bool(found.document["started"])) == ("unfinished", [], True)
     begin(tmp_path)
-    assert len(look(tmp_path).resumed) == 1
+    assert len(look(tmp_path).document["resumed"]) == 1
     begin(tmp_path, finish=True)
     assert look(tmp_path).state == "finished"
 

@@ -1,4 +1,4 @@
-"""Drawings of a run: overlays, the report of a run on disk, and evidence sheets from its own forward passes."""
+"""Drawings of a run: overlays and the report of a run on disk. The content of evidence sheets."""
 
 import json
 import os
@@ -14,13 +14,7 @@ from opal_deploy.predict import prepare
 from opal_deploy.predict.executor import predict_stream
 from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.run.directory import read_records
-from opal_deploy.run.drawing import (
-    ReportOptions,
-    SheetBuilder,
-    SheetOptions,
-    open_report,
-    report_title,
-)
+from opal_deploy.run.drawing import ReportOptions, SheetBuilder, describe_report, open_report
 from opal_deploy.run.setup import RunOptions
 from opal_deploy.sources.image import InputImage
 from opal_deploy.visualization.atlas.collector import AtlasCollector
@@ -38,22 +32,21 @@ def images(tmp_path):
     return tmp_path / "in"
 
 
-def run_in(out, images, session, sheets=None, report=None, **options):
+def run_in(out, images, session, **options):
     out.mkdir(exist_ok=True)
-    builder = SheetBuilder(session.metadata, sheets)
-    run = RunOptions(out, InferenceOptions(batch=4, **options), report, builder)
+    run = RunOptions(out, InferenceOptions(batch=4, **options), ReportOptions())
     return write_run(run, (InputImage(path.name, path) for path in sorted(images.iterdir())), session)
 
 
-def test_sheets_cost_no_forward_pass(images, tmp_path):
+def test_overlays_cost_no_forward_pass(images, tmp_path):
     session = BrightSession()
     # reduced before it is drawn on
     save(images / "6.png", (2500, 2400))
     run_in(tmp_path / "out", images, session)
     assert session.batches == [4, 3]
-    written = [record.get("sheet") for record in read_results(tmp_path / "out")]
-    assert written == [None if n == 2 else f"sheets/00000{n}-{n}.png" for n in range(7)]
-    assert len(list((tmp_path / "out/sheets").iterdir())) == 6
+    written = [record.get("overlay") for record in read_results(tmp_path / "out")]
+    assert written == [None if n == 2 else f"overlays/00000{n}-{n}.jpg" for n in range(7)]
+    assert len(list((tmp_path / "out/overlays").iterdir())) == 6
 
 
 # in the drawing processes: the shade of a photograph says how its drawing goes wrong
@@ -82,19 +75,19 @@ def test_a_drawing_that_crashes_hangs_or_finds_no_memory_costs_itself_only(image
     (tmp_path / "modules/sitecustomize.py").write_text(MISBEHAVING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"), prepend=os.pathsep)
     out, plain = tmp_path / "out", tmp_path / "plain"
-    summary = run_in(out, images, BrightSession(), report=ReportOptions(), isolate=True, decode_timeout=4)
+    summary = run_in(out, images, BrightSession(), isolate=True, decode_timeout=4)
     records = read_results(out)
     codes = [None, "drawing_crashed", None, "drawing_failed", "drawing_timeout", None]
     assert [record.get("drawing_error", {}).get("code") for record in records] == codes
     assert [record["status"] for record in records] == ["ok", "ok", "error", "ok", "ok", "ok"]
-    assert ["overlay" in record and "sheet" in record for record in records] == [True, *[False] * 4, True]
+    assert ["overlay" in record for record in records] == [True, *[False] * 4, True]
     assert summary.to_dict()["drawing_errors"] == {code: 1 for code in codes if code}
     # the page shows the reason
     assert (out / "report.html").read_text("utf-8").count('"undrawn":"not drawn: ') == 3
     # the same drawings without processes
-    run_in(plain, images, BrightSession(), report=ReportOptions())
-    for name in (records[5]["overlay"], records[5]["sheet"]):
-        assert (plain / name).read_bytes() == (out / name).read_bytes()
+    run_in(plain, images, BrightSession())
+    name = records[5]["overlay"]
+    assert (plain / name).read_bytes() == (out / name).read_bytes()
 
 
 def test_an_image_that_memory_cannot_hold_until_it_is_drawn_keeps_its_record(images, tmp_path, monkeypatch):
@@ -110,12 +103,11 @@ def test_an_image_that_memory_cannot_hold_until_it_is_drawn_keeps_its_record(ima
     assert ["drawing_error" in record for record in records] == [False, True, *[False] * 4]
 
 
-@pytest.mark.parametrize("folder", ["overlays", "sheets"])
-def test_a_place_where_drawings_cannot_go_is_a_wrong_call(images, tmp_path, folder):
+def test_a_place_where_overlays_cannot_go_is_a_wrong_call(images, tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / folder).write_text("a file")
+    (tmp_path / "out/overlays").write_text("a file")
     with pytest.raises(UsageError, match="--out"):
-        run_in(tmp_path / "out", images, BrightSession(), report=ReportOptions())
+        run_in(tmp_path / "out", images, BrightSession())
 
 
 # ---- the report
@@ -125,7 +117,8 @@ PREDICTION = {"class_id": 0, "label": "Auklet", "logit": -0.5, "cosine": 0.9}
 
 def test_a_report_is_named_after_its_images_and_model_without_secrets():
     inputs = ["https://host/birds.zip?X-Amz-Signature=1", "b.jpg"]
-    assert report_title(inputs, Path("/home/ann/m.onnx")) == "birds.zip and 1 more, explained by m.onnx"
+    options = describe_report(Path("/home/ann/m.onnx"), BrightSession().metadata, inputs, runtime="", command="")
+    assert options.title == "birds.zip and 1 more, explained by m.onnx"
 
 
 def test_an_overlay_that_is_gone_costs_its_image_only(tmp_path):
@@ -145,16 +138,16 @@ def test_an_overlay_that_is_gone_costs_its_image_only(tmp_path):
 OPTIONS = InferenceOptions(batch=1, workers=1, keep_images=True, keep_outputs=True)
 
 
-def build(session, path, options=None, **request):
-    (result,) = predict_stream([InputImage(path.name, path, **request)], [session], OPTIONS)
-    return SheetBuilder(session.metadata, options).build(result)
+def build(session, image, **options):
+    (result,) = predict_stream([image], [session], OPTIONS)
+    return SheetBuilder(session.metadata, **options).build(result)
 
 
 def test_a_box_crops_the_view_and_places_stay_those_of_the_whole_image(tmp_path):
     pixels = np.zeros((64, 64, 3), np.uint8)
     pixels[40:48, 48:56] = 250
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    content = build(BrightSession(), tmp_path / "a.png", crop=(32, 32, 64, 64)).content
+    content = build(BrightSession(), InputImage("a.png", tmp_path / "a.png", (32, 32, 64, 64))).content
     assert content.crop == (32, 32, 64, 64)
     assert content.predicted.slots[0].box == (48.0, 40.0, 56.0, 48.0)
 
@@ -168,6 +161,6 @@ def test_an_image_is_never_its_own_exemplar(tmp_path):
     # under another name, so that only the bytes can tell
     copy = save(tmp_path / "copy.png", (32, 32), 210)
     for rows, expected in ((4, ["2.png", "1.png"]), (1, ["2.png"])):
-        drawing = build(session, copy, SheetOptions(atlas=atlas, exemplar_rows=rows)).drawing
+        drawing = build(session, InputImage(copy.name, copy), atlas=atlas, exemplar_rows=rows).drawing
         alts = [shape.alt for shape in drawing.shapes if getattr(shape, "alt", "").startswith("slot 0 in ")]
         assert [alt.split(" in ")[1].split(",")[0] for alt in alts] == expected

@@ -63,11 +63,11 @@ def infer(tmp_path, exact_model, make_pictures):
 
 @pytest.mark.slow
 def test_a_cluster_writes_the_files_of_one_process(infer, cluster):
-    drawings = ("--explain", "--sheets", "--format", "csv")
+    drawings = ("--explain", "--format", "csv")
     check(infer("one", *drawings), 3)
     check(infer("ray", *drawings, "--ray", cluster.address, "--ray-cpus", "1"), 3)
     assert infer.files("ray") == infer.files("one")
-    assert infer.summary("ray")["shards"] == {"count": 2, "crashes": 0}
+    assert infer.summary("ray")["shards"] == 2
 
 
 @pytest.mark.slow

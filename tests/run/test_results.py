@@ -16,7 +16,7 @@ from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.records.build import Place, error_record
 from opal_deploy.records.lines import to_document, to_json_line
 from opal_deploy.run import directory
-from opal_deploy.run.directory import RecordWriter, ResumePoint, load_resume_point
+from opal_deploy.run.directory import RecordWriter, load_resume_point
 from opal_deploy.run.setup import RunOptions
 from opal_deploy.sources.discovery import discover
 from opal_deploy.sources.image import InputImage, Skipped
@@ -55,7 +55,7 @@ def test_reading_ends_at_the_first_line_that_is_not_a_whole_record(tmp_path, tai
     # at the end, and before good ones
     for after in (b"", line("c")) if tail else (b"",):
         found, counted, left = load(tmp_path, A + tail + after, "a", "b", "c")
-        assert found == ResumePoint(1, len(A))
+        assert found == (1, len(A))
         assert (counted, left) == (["a"], ["b", "c"])
 
 
@@ -78,7 +78,7 @@ def test_memory_does_not_grow_with_the_records(tmp_path):
     (tmp_path / "results.jsonl").write_bytes(b"".join(line(f"{number}" + "x" * 300) for number in range(20_000)))
     tracemalloc.start()
     requests = (InputImage(f"{n}" + "x" * 300, "x") for n in range(20_000))
-    assert load_resume_point(tmp_path, requests, lambda _: None).count == 20_000
+    assert load_resume_point(tmp_path, requests, lambda _: None)[0] == 20_000
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 500_000

@@ -15,7 +15,7 @@ from tests.cli.calls import check, read_results
 from tests.runs import KILLER, SLOWER, Infer, make_killer
 
 IMAGES = 40
-DRAWINGS = ("--explain", "--sheets", "--format", "csv")
+DRAWINGS = ("--explain", "--format", "csv")
 # three times the images, and drawings: more than a process does before it waits
 MANY = ("in", "in", "--explain")
 
@@ -73,8 +73,7 @@ def test_two_shards_write_the_files_of_one_process(infer, one_process):
     page = (infer.cwd / "out/report.html").read_text()
     assert page.count('"slots":') + page.count('{"message":') == IMAGES
     summary, expected = infer.summary("out"), one_process.summary("".join(DRAWINGS))
-    assert summary["shards"] == {"count": 2, "crashes": 0}
-    assert {row["stage"]: row["calls"] for row in summary["time"]["stages"]}["decode"] == IMAGES
+    assert summary["shards"] == 2
     for key in ("statuses", "errors", "classes", "drawing_errors", "results_bytes"):
         assert summary[key] == expected[key], key
 
@@ -82,7 +81,7 @@ def test_two_shards_write_the_files_of_one_process(infer, one_process):
 @pytest.mark.parametrize("done", [(2,), (1, 2)])
 def test_shards_run_by_hand_are_joined_and_missing_ones_run(infer, one_process, done):
     for number in done:
-        check(infer("out", "--explain", "--sheets", "--shard", f"{number}/2"), 3 if number == 1 else 0)
+        check(infer("out", "--explain", "--shard", f"{number}/2"), 3 if number == 1 else 0)
     drawn = {path.stat().st_ino for path in infer.cwd.glob("out/shards/2-of-2/overlays/*")}
     check(infer("out", *DRAWINGS, "--shards", "2"), 3)
     assert infer.files("out") == one_process.files("".join(DRAWINGS))
@@ -119,7 +118,6 @@ def test_a_process_that_is_killed_costs_no_record(infer, one_process, start_slow
     assert process.returncode == 3, stderr
     assert "SIGKILL; it is started again" in stderr
     assert infer.files("out") == one_process.files("".join(MANY))
-    assert infer.summary("out")["shards"] == {"count": 2, "crashes": 1}
 
 
 def test_images_that_kill_their_process_get_error_records_and_the_rest_goes_on(infer, one_process, images, monkeypatch):

@@ -108,8 +108,8 @@ def test_every_answer_is_signed(serving, exact_session, picture, tmp_path):
 
 def test_a_model_answers_below_the_path_at_which_it_is_mounted(exact_model):
     model, data = opal_deploy.load(exact_model, device="cpu", threads=1), png(90, 70)
-    with pytest.raises(TypeError, match="sheets"):
-        opal_deploy.ModelApp(model, sheets=True)
+    with pytest.raises(TypeError, match="explain"):
+        opal_deploy.ModelApp(model, explain=True)
     with opal_deploy.ModelApp(model, name="trees", batch=2, workers=1, min_margin=2.0) as app:
         outer = Starlette(routes=[Mount("/model", app)])
 

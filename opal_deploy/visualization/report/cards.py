@@ -31,7 +31,6 @@ _DIGITS = 6
 _MESSAGE_LIMIT = 500
 # names that a run gives its drawings; other texts in a record, such as an address, become no link
 _OVERLAY_NAME = re.compile(r"overlays/(\d+/)?[A-Za-z0-9._-]+\.jpg")
-_SHEET_NAME = re.compile(r"sheets/(\d+/)?[A-Za-z0-9._-]+\.png")
 THUMBNAIL_WIDTH, THUMBNAIL_HEIGHT, THUMBNAIL_QUALITY = 480, 640, 80
 # images that would shrink by less are embedded in full size
 _SMALL_ENOUGH = 0.75
@@ -87,7 +86,7 @@ def describe_card(
         "probability": _round(record.prediction.calibrated_probability),
         "top": [(label_index(answer.label), _match(answer)) for answer in record.top],
         "fields": [] if effective is None else _place_fields(record.evidence, effective),
-        "overlay": _accept(record.overlay, _OVERLAY_NAME), "sheet": _accept(record.sheet, _SHEET_NAME),
+        "overlay": record.overlay if _OVERLAY_NAME.fullmatch(record.overlay or "") else None,
         "overlay_width": round(width, 4), "undrawn": f"not drawn: {_shorten(undrawn.message)}" if undrawn else "",
     }  # fmt: skip
 
@@ -107,10 +106,6 @@ def _name(record: Record) -> str:
 def _shorten(message: str) -> str:
     """Return a printable message of at most 500 characters."""
     return escape_unprintable(message if len(message) <= _MESSAGE_LIMIT else message[:_MESSAGE_LIMIT] + " …")
-
-
-def _accept(name: str | None, pattern: re.Pattern[str]) -> str | None:
-    return name if name is not None and pattern.fullmatch(name) else None
 
 
 def _match(answer: Answer) -> float | None:

@@ -104,10 +104,9 @@
       if (shown.style.aspectRatio) shown.style.maxWidth = "calc(76vh * " + d.size[0] / d.size[1] + ")";
       figure.append(shown);
     }
-    const files = [[d.overlay, "Overlay in full size"], [d.sheet, "Evidence sheet with the runner-up"]];
-    for (const [file, description] of files.filter(([name]) => name)) {
-      const link = el("a", { target: "_blank", rel: "noopener" }, description);
-      link.href = file;
+    if (d.overlay) {
+      const link = el("a", { target: "_blank", rel: "noopener" }, "Overlay in full size");
+      link.href = d.overlay;
       figure.append(el("p", { class: "note" }, link, " (file next to this page)"));
     }
     if (row[STATUS] !== FAILED) {
