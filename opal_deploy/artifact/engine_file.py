@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from opal_deploy.artifact.documents import check_values
 from opal_deploy.artifact.files import atomic_write, read_json
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError
@@ -25,6 +26,21 @@ SIDECAR_SCHEMA = 1
 
 UNVERIFIED = "unverified"
 VERIFIED = "verified"
+
+# keys of every sidecar of schema 1; a key that was added since is optional
+_REQUIRED = frozenset({
+    "schema", "engine", "builder", "target", "options", "onnx", "key", "built", "state", "metadata"
+})  # fmt: skip
+# the parts of a sidecar's fields that its readers rely on
+_PARTS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "engine": {"file": str, "sha256": str, "bytes": int},
+    "builder": {"name": str, "version": str},
+    "target": {"sm": str},
+    "options": {"batch": list},
+    "onnx": {"file": str, "sha256": str},
+    "built": {"when": str, "seconds": (int, float), "opal_deploy": str},
+    "state": {"state": str},
+}
 
 
 @dataclass(frozen=True)
@@ -108,6 +124,10 @@ def read_sidecar(engine: Path) -> Sidecar:
             f"{path}: sidecar schema {document.get('schema')!r} found, {SIDECAR_SCHEMA} expected; use the opal-deploy "
             "version that wrote it, or rebuild the engine: opal-deploy export MODEL.onnx --trt --rebuild"
         )
+    if missing := sorted(_REQUIRED - document.keys()):
+        raise _damaged(path, f"it lacks {', '.join(missing)}")
+    if wrong := _find_wrong_parts(document):
+        raise _damaged(path, f"of wrong type or missing: {', '.join(wrong)}")
     metadata = Metadata.from_json(json.dumps(document["metadata"]), str(path))
     known = {f.name for f in fields(Sidecar)} - {"unknown"}
     unknown = {name: value for name, value in document.items() if name not in known}
@@ -163,9 +183,35 @@ def _read_document(engine: Path) -> dict[str, Any]:
         raise _damaged(path, f"it cannot be read as JSON: {' '.join(str(error).split())}") from None
     if not isinstance(document, dict):
         raise _damaged(path, "it is not a JSON object")
+    for name, value in document.items():
+        try:
+            check_values(value, name)
+        except ArtifactError as error:
+            raise _damaged(path, str(error)) from None
     if document.pop("digest", None) != _compute_digest(document):
         raise _damaged(path, "it does not match its own digest")
     return document
+
+
+def _find_wrong_parts(document: dict[str, Any]) -> list[str]:
+    wrong = [
+        f"{name}.{part}"
+        for name, parts in _PARTS.items()
+        for part, kind in parts.items()
+        if not isinstance(document[name], dict) or not isinstance(document[name].get(part), kind)
+    ]
+    if wrong:
+        return wrong
+    batch, state = document["options"]["batch"], document["state"]
+    name = document["onnx"]["file"]
+    if name in ("", ".") or Path(name).name != name:
+        return ["onnx.file"]
+    if len(batch) != 3 or not all(type(size) is int and size > 0 for size in batch):
+        return ["options.batch"]
+    if state["state"] != VERIFIED:
+        return [] if state.get("why") and isinstance(state["why"], str) else ["state.why"]
+    machine = state.get("machine")
+    return [] if isinstance(machine, dict) and isinstance(machine.get("gpu"), str) else ["state.machine"]
 
 
 def _damaged(path: Path, why: str) -> ArtifactError:
