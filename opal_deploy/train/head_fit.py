@@ -37,7 +37,7 @@ LEAST_PASSES = 20
 # Adam's initial learning rate, for features whose root mean square is 1
 _RATE = 3e-3
 # directions of a basis, and the images whose cells it is found from
-_DIRECTIONS, _BASIS_IMAGES = 256, 256
+DIRECTIONS, _BASIS_IMAGES = 256, 256
 # weight of a finer feature map beside the last one
 _FINER = 2.0
 _TINY = 1e-6
@@ -82,7 +82,7 @@ class Basis:
         mean, *rows = sums.cpu().double() / count
         covariance = torch.stack(rows) - mean.outer(mean)
         variances, directions = torch.linalg.eigh(covariance)
-        variances, directions = variances.flip(0)[:_DIRECTIONS], directions.flip(1)[:, :_DIRECTIONS]
+        variances, directions = variances.flip(0)[:DIRECTIONS], directions.flip(1)[:, :DIRECTIONS]
         # coordinates of mean square 1
         directions = directions / variances.mean().clamp_min(_TINY).sqrt()
         return Basis((mean / scale).float(), (directions * scale[:, None]).float())
@@ -165,7 +165,7 @@ def compute_frozen_features(
     wanted = VIEWS if batches.images.augmentation is not None else VIEWS[:1]
     share, per_view = sum(map(len, batches.local_plan())), len(batches.plan())
     channels = network.backbone.num_features
-    number_bytes = 2 * min(channels, _DIRECTIONS) if network.config.head.projection else 4 * channels
+    number_bytes = 2 * min(channels, DIRECTIONS) if network.config.head.projection else 4 * channels
     room = memory // machine.local_processes() // (number_bytes * math.prod(network.grid))
     # with numbers of steps of their own, processes would wait for each other
     num_views = min(machine.gather(fabric, min(len(wanted), room // share)))
@@ -207,6 +207,7 @@ def fit_head(
     steps: int,
     progress: Progress,
     among: Tensor | None = None,
+    note: str = "fitting the head",
 ) -> tuple[float, float]:
     """Fit a head to features in memory; return mean loss in nats and accuracy, 0 ... 1, of the last tenth of the steps.
 
@@ -221,6 +222,7 @@ def fit_head(
         steps: of Adam.
         progress: called with steps done.
         among: rows of the features that the head is fitted to, int64; None for all.
+        note: of `progress`.
     """
     head.train()
     model = HeadTerms(head).to(fabric.device)
@@ -245,7 +247,7 @@ def fit_head(
         if step >= steps - max(steps // 10, 1):
             correct = (terms.logits.argmax(1) == labels).sum()
             totals += torch.tensor([float(cross_entropy), float(correct), len(labels)], dtype=torch.float64)
-        progress(step + 1, steps, "fitting the head")
+        progress(step + 1, steps, note)
     head.eval()
     loss, correct_sum, seen = machine.sum_over_processes(fabric, *totals.tolist())
     return loss / seen, correct_sum / seen

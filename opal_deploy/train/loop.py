@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -38,7 +39,7 @@ from opal_deploy.train.checkpoints import (
     refuse_other_run,
     restore,
 )
-from opal_deploy.train.head_fit import compute_frozen_features, fit_head
+from opal_deploy.train.head_fit import FrozenFeatures, compute_frozen_features, fit_head
 from opal_deploy.train.images import Batches, Loaders, normalize, prepare_images
 from opal_deploy.train.losses import NetworkTerms, Objective, make_objective, read_regions_channel
 from opal_deploy.train.network import (
@@ -53,7 +54,16 @@ from opal_deploy.train.network import (
     settle_stride,
 )
 from opal_deploy.train.options import TrainOptions
-from opal_deploy.train.out_of_fold import OutOfFold, answer_out_of_fold, describe_answers, new_head, write_answers
+from opal_deploy.train.out_of_fold import (
+    PLAIN,
+    OutOfFold,
+    answer_out_of_fold,
+    answer_plainly,
+    count_folds,
+    describe_answers,
+    new_head,
+    write_answers,
+)
 from opal_deploy.train.run_directory import (
     EpochRecord,
     TrainResult,
@@ -63,6 +73,8 @@ from opal_deploy.train.run_directory import (
 )
 
 _MEGABYTE = 1 << 20
+# training images up to which a logistic regression takes no more than minutes
+_MAX_COMPARED = 10_000
 # reading a loss waits until the GPU has caught up, so losses are read every so many steps
 _GPU_STEPS_BETWEEN_READS = 10
 # share of a cosine schedule in which the learning rate rises after a fitted head: Adam's first steps are the largest
@@ -203,9 +215,12 @@ def _train(
     network = build_network(options, data.class_names, start).to(fabric.device)
     fitted = None
     if last is None:
+        fits = options.head_steps > 0 and (start is None or start.class_names != data.class_names)
         if fabric.is_global_zero:
-            run.log(describe_cost(network, options, data, loaders.train.images, fabric.world_size))
-        if options.head_steps and (start is None or start.class_names != data.class_names):
+            heads = int(fits) + (count_folds(len(data.train)) if fits and loaders.val is None else 0)
+            line = describe_cost(network, options, data, loaders.train.images, heads=heads, processes=fabric.world_size)
+            run.log(line)
+        if fits:
             fitted = fit_frozen(run, network, start, loaders, background)
     # initial weights are the same in every process, random numbers drawn while training are not
     torch.manual_seed(options.seed + 1_000_003 * fabric.global_rank)
@@ -275,10 +290,13 @@ def fit_frozen(
     answers = None
     if loaders.val is None:
         answers = answer_out_of_fold(
-            network, frozen, run.data.train, pool_features(network, background, progress=run.progress),
+            network, frozen, run.data.train, find_plain_features(run, network, start, frozen),
+            pool_features(network, background, progress=run.progress),
             lambda head: make_objective(options, run.data, head), fabric,
             steps=options.head_steps, seed=options.seed, progress=run.progress,
         )  # fmt: skip
+    elif fabric.world_size == 1 and len(run.data.train) <= _MAX_COMPARED:
+        compare_plainly(run, network, start, frozen)
     head = network.head
     if frozen.basis is not None:
         head = new_head(network, frozen, options.seed)
@@ -288,6 +306,32 @@ def fit_frozen(
     if frozen.basis is not None:
         frozen.basis.set_projection(network.head, head)
     return Fitted(loss, accuracy, frozen.images_per_second, answers)
+
+
+def find_plain_features(
+    run: Run, network: OpalNetwork, start: Checkpoint | None, frozen: FrozenFeatures, samples: Sequence[Sample] = ()
+) -> Tensor:
+    """Return the features of the rows in memory, and of more samples, for the logistic regression: float32 [n, P].
+
+    They are those of the whole network, also where the run's ends earlier.
+    """
+    options, progress = run.options, run.progress
+    if options.stride is None or options.keep_layers or start is not None:
+        return torch.cat([frozen.pooled, pool_features(network, samples, progress=progress)])
+    whole = build_network(replace(options, stride=None), run.data.class_names, None).to(run.fabric.device)
+    features = pool_features(whole, [*run.data.train, *samples], progress=progress)
+    known = len(run.data.train)
+    return torch.cat([features[:known][frozen.positions], features[known:]])
+
+
+def compare_plainly(run: Run, network: OpalNetwork, start: Checkpoint | None, frozen: FrozenFeatures) -> None:
+    """Report what a logistic regression answers on the validation images."""
+    val = run.data.val
+    features = find_plain_features(run, network, start, frozen, val)
+    labels = torch.cat([frozen.labels, torch.tensor([sample.label for sample in val])])
+    rows = torch.arange(len(labels))
+    right = answer_plainly(features, labels, rows[: -len(val)], rows[-len(val) :])
+    run.log(f"{PLAIN}: {right.mean(axis=1).max():.1%} of {len(val):,} validation images")
 
 
 def finish_head_fit(

@@ -6,6 +6,7 @@ A run starts with pretrained layers and a new head, or with another run's networ
 from __future__ import annotations
 
 import contextlib
+import math
 import platform
 import time
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,9 @@ from opal_deploy.model import checkpoint
 from opal_deploy.model.backbones import build, get_library
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import NetworkConfig
+from opal_deploy.model.head import OpalHead
 from opal_deploy.model.network import OpalNetwork
+from opal_deploy.train.head_fit import BATCH, DIRECTIONS, LEAST_PASSES, VIEWS
 from opal_deploy.train.images import TrainImages, normalize
 from opal_deploy.train.options import TrainOptions
 
@@ -165,20 +168,45 @@ def describe_weights(network: OpalNetwork, weights: str | None) -> dict[str, Any
 
 
 def describe_cost(
-    network: OpalNetwork, options: TrainOptions, data: DataSet, images: TrainImages, processes: int
+    network: OpalNetwork, options: TrainOptions, data: DataSet, images: TrainImages, *, heads: int, processes: int
 ) -> str:
-    """Return a line on the numbers of images and on the time that a pass of all training images and an epoch take here.
+    """Return a line on the numbers of images and on the time until best.pt and for all epochs, measured here.
 
-    The first training images, `images`, are timed in the backbone.
+    Args:
+        network: its backbone is timed on the first training images, its head on random features.
+        options, data, images: of the run.
+        heads: that will be fitted.
+        processes: that share the work.
     """
     seconds = measure_seconds_per_image(network, images) / processes
     # attacked images triple the work of a step
     work = PASSES * (3 if options.adversarial else 1) * len(data.train) + len(data.val)
-    return (
-        f"{len(data.train):,} training, {len(data.val):,} validation, {len(data.test):,} test images; about "
-        f"{_round(seconds * len(data.train))} per pass of the frozen network, {_round(seconds * work)} per epoch; "
-        "--epochs 0 fits the head only"
-    )
+    epochs, epoch = options.epochs or 0, seconds * work
+    counts = f"{len(data.train):,} training, {len(data.val):,} validation, {len(data.test):,} test images; "
+    fine_tuning = f"{epochs} epochs of about {_round(epoch)} each, {_round(epochs * epoch)} in all"
+    if not heads:
+        return counts + fine_tuning
+    seen = len(VIEWS) * len(data.train)
+    steps = heads * max(options.head_steps, LEAST_PASSES * math.ceil(seen / BATCH))
+    first = seconds * (seen + len(data.val) + len(data.test)) + steps * measure_seconds_per_step(network) / processes
+    counts += f"best.pt in about {_round(first)}"
+    return f"{counts}, then {fine_tuning}; --epochs 0 fits the head only" if epochs else counts
+
+
+def measure_seconds_per_step(network: OpalNetwork) -> float:
+    """Return the seconds of a step of fitting the head, to random features of 64 images."""
+    channels = min(DIRECTIONS, network.backbone.num_features)
+    if not network.config.head.projection:
+        return 0.0  # a dense layer on pooled features
+    device = next(network.parameters()).device
+    head = OpalHead(channels, network.config.num_classes, network.config.head).to(device)
+    features = torch.randn(BATCH, channels, *network.grid, device=device)
+    seconds = 0.0
+    for _ in range(2):  # the first one warms up
+        started = time.perf_counter()
+        head(features).sum().backward()
+        seconds = time.perf_counter() - started
+    return seconds
 
 
 def measure_seconds_per_image(network: OpalNetwork, images: TrainImages) -> float:

@@ -37,6 +37,7 @@ from opal_deploy.train.head_fit import FrozenFeatures, fit_head
 from opal_deploy.train.losses import Objective
 
 FOLDS = 5
+PLAIN = "a logistic regression on the whole network's mean features, without explanation"
 # folds are answered until there are so many answers: the accuracy's standard error is then at most 2 points
 ENOUGH_ANSWERS = 600
 # photographs whose pooled features have at least this cosine count as copies, see `group_copies`
@@ -71,6 +72,11 @@ class OutOfFold:
         """Whether the head is right, bool [n]."""
         right: NDArray[np.bool_] = self.outputs.logits.argmax(axis=1) == self.labels
         return right
+
+
+def count_folds(images: int) -> int:
+    """Return how many of the folds are answered."""
+    return min(FOLDS, math.ceil(ENOUGH_ANSWERS * FOLDS / images))
 
 
 def assign_folds(pooled: Tensor, labels: Tensor, seed: int) -> NDArray[np.int64]:
@@ -115,6 +121,7 @@ def answer_out_of_fold(
     network: OpalNetwork,
     frozen: FrozenFeatures,
     samples: Sequence[Sample],
+    plain_features: Tensor,
     background: Tensor,
     make_objective: Callable[[OpalHead], Objective],
     fabric: Fabric,
@@ -129,6 +136,7 @@ def answer_out_of_fold(
         network: its backbone computed the features; on the run's device.
         frozen: of one view of every training image, or more.
         samples: the training images.
+        plain_features: of each row, float32 [n, P], for the logistic regression.
         background: pooled features of out-of-distribution images, float32 [b, D]; see `Neighbours`.
         make_objective: returns the training loss of a head.
         fabric: of a single process.
@@ -142,12 +150,16 @@ def answer_out_of_fold(
     fold_of_position[frozen.positions[:images]] = first
     folds = torch.from_numpy(fold_of_position)[frozen.positions]  # of each row
     parts: list[tuple[Tensor, Outputs, NDArray[np.bool_]]] = []
-    for fold in range(min(FOLDS, math.ceil(ENOUGH_ANSWERS * FOLDS / images))):
+    answered = count_folds(images)
+    for fold in range(answered):
         others, rows = torch.nonzero(folds != fold)[:, 0], torch.nonzero(folds[:images] == fold)[:, 0]
         head = new_head(network, frozen, seed)
-        fit_head(head, frozen, make_objective(head), fabric, steps=steps, progress=progress, among=others)
+        fit_head(
+            head, frozen, make_objective(head), fabric,
+            steps=steps, progress=progress, among=others, note=f"fitting the head of fold {fold + 1} of {answered}",
+        )  # fmt: skip
         neighbours = fit_neighbours(network, frozen, others[others < images], samples, background)
-        right = answer_plainly(frozen.pooled, frozen.labels, others, rows)
+        right = answer_plainly(plain_features, frozen.labels, others, rows)
         parts.append((rows, compute_outputs(head, neighbours, frozen, rows), right))
     rows = torch.cat([part[0] for part in parts])
     order = frozen.positions[rows].argsort()
@@ -248,7 +260,7 @@ def describe_answers(answers: OutOfFold, data: DataSet) -> Iterator[str]:
         yield f"most often confused: {confused}"
     lead = mean_with_interval(right.astype(float) - answers.plain)
     yield (
-        f"a logistic regression on the same network's mean features, without explanation: {answers.plain.mean():.1%} "
+        f"{PLAIN}: {answers.plain.mean():.1%} "
         f"(difference {100 * lead.mean:+.1f} points, 95 %: {100 * lead.low:+.1f} to {100 * lead.high:+.1f})"
     )
 
