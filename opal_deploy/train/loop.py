@@ -313,7 +313,7 @@ def find_plain_features(
 ) -> Tensor:
     """Return the features of the rows in memory, and of more samples, for the logistic regression: float32 [n, P].
 
-    They are those of the whole network, also where the run's ends earlier.
+    They are those of the whole network, even where the run's ends earlier.
     """
     options, progress = run.options, run.progress
     if options.stride is None or options.keep_layers or start is not None:

@@ -108,7 +108,7 @@ def test_the_grounded_recipe_is_the_papers_head_on_finer_cells():
 def test_other_heads_take_the_whole_network_and_random_weights_no_fitted_head():
     for kind in ("plain", "linear"):
         options = resolve(load_recipe("grounded"), {"head": kind})
-        assert (options.stride, options.keep_layers, options.head_steps) == (None, False, 300)
+        assert (options.stride, options.keep_layers, options.head_steps) == (None, False, 200)
     random = resolve(load_recipe("grounded"), {"weights": "none"})
     assert (random.head_steps, random.anchor_probability, random.stride) == (0, None, 16)
 
