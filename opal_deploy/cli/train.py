@@ -60,13 +60,14 @@ def _print_result(result: TrainResult) -> None:
     for line in format_classes(result.classes):
         print_message(line)
     last = result.epochs[-1].epoch
-    print_message(f"Best: {_describe_epoch(result.best_epoch)} (validation accuracy {result.val.accuracy:.1%})")
+    kind = "validation accuracy" if result.config["data"]["val"] else "accuracy out of fold"
+    print_message(f"Best: {_describe_epoch(result.best_epoch)} ({kind} {result.val.accuracy:.1%})")
     if result.best_epoch == 0 < last:
         print_message(
             f"Fine-tuning gained nothing on the {result.val.images} validation images, so the fitted head is kept"
         )
     if result.best_epoch == last > 0:
-        print_message(f"The last epoch was the best: more may help (--epochs {2 * last} --overwrite)")
+        print_message(f"The last epoch was the best: more may help (--resume --epochs {2 * last})")
     if result.test is None:
         print_message("Test: the data set has no test images")
     else:

@@ -231,8 +231,9 @@ def read_inputs(data: Path, path: Path, metadata: Metadata, options: EvaluateOpt
     Raises:
         UsageError: the data set does not fit the options or the model, or annotations are missing or damaged.
     """
+    trained_on_all = (metadata.training.get("data") or {}).get("val") == 0
     # classes with a few images cannot be split
-    needs_validation = options.split in ("train", "val")
+    needs_validation = options.split == "val" or (options.split == "train" and not trained_on_all)
     data_set = read_dataset(
         data, options.dataset,
         needs_validation=lambda _: needs_validation, progress=as_progress(options.progress),
@@ -246,7 +247,9 @@ def read_inputs(data: Path, path: Path, metadata: Metadata, options: EvaluateOpt
         )
     check_classes(path, list(metadata.class_names), data_set)
     crop_mismatch = describe_crop_mismatch(path, metadata.crop, data_set, boxes=options.boxes)
-    for line in filter(None, (*data_set.warnings, crop_mismatch)):
+    known = f"{path} was trained on all images of a data set, perhaps on these; `inspect` has its answers out of fold"
+    known = known if trained_on_all and data_set.whole is not None else ""
+    for line in filter(None, (*data_set.warnings, crop_mismatch, known)):
         options.log(WarningLine(f"warning: {line}"))
     if options.interventions and not has_creatures(data_set):
         raise UsageError(f"{data_set.root}: --interventions draws creatures; it needs a generated data set (`demo`)")

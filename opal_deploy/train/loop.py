@@ -313,11 +313,11 @@ def find_plain_features(
 ) -> Tensor:
     """Return the features of the rows in memory, and of more samples, for the logistic regression: float32 [n, P].
 
-    They are those of the whole network, even where the run's ends earlier.
+    They are the last feature map's of the whole network, even where the run's ends earlier.
     """
-    options, progress = run.options, run.progress
+    options, progress, last = run.options, run.progress, network.backbone.maps[-1]
     if options.stride is None or options.keep_layers or start is not None:
-        return torch.cat([frozen.pooled, pool_features(network, samples, progress=progress)])
+        return torch.cat([frozen.pooled, pool_features(network, samples, progress=progress)])[:, -last:]
     whole = build_network(replace(options, stride=None), run.data.class_names, None).to(run.fabric.device)
     features = pool_features(whole, [*run.data.train, *samples], progress=progress)
     known = len(run.data.train)

@@ -55,8 +55,8 @@ _REGION_WEIGHT = 10.0
 # batch size and epochs up to so many training images; an epoch of few images is few steps
 _PLANS = ((1_000, 16, 24), (10_000, 32, 8))
 _LARGEST_PLAN = (64, 4)
-# up to so many training images a fitted head is not fine-tuned by default: what the images set aside to judge it cost is
-# as much as it gains; with 2,400 images of 100 species it gains six points
+# up to so many training images a fitted head is not fine-tuned by default: the images set aside to judge that cost as
+# much as it gains; with 2,400 images of 100 species it gains six points
 _MAX_FROZEN = 1_000
 # options by the group of `--help` that lists them
 _data, _tuning, _advanced = (partial(Option, panel=panel) for panel in ("Data", "Optimisation", "Advanced"))
