@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from opal_deploy.export.plan import ExportResult
     from opal_deploy.records.record import Answer, Answered, Failed, Record, Slot, json_schema
     from opal_deploy.records.tables import to_coco, to_pandas
-    from opal_deploy.server.app import ModelApp
     from opal_deploy.train.api import train_model
     from opal_deploy.train.run_directory import TrainResult
 
@@ -67,7 +66,6 @@ __all__ = [
     "Inspection",
     "MissingExtra",
     "Model",
-    "ModelApp",
     "ModelEvaluation",
     "OpalError",
     "Record",
@@ -117,7 +115,6 @@ _LAZY = {
     "api.service": ("Service",),
     "records.tables": ("to_coco", "to_pandas"),
     "records.record": ("Answer", "Answered", "Failed", "Record", "Slot", "json_schema"),
-    "server.app": ("ModelApp",),
     "train.api": ("train_model",),
     "train.run_directory": ("TrainResult",),
 }

@@ -1,6 +1,5 @@
-"""An image in, its record out; alone, within another application, and with a signature."""
+"""An image in, its record out; alone, and with a signature."""
 
-import asyncio
 import base64
 import io
 import json
@@ -10,8 +9,6 @@ import httpx
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from PIL import Image
-from starlette.applications import Starlette
-from starlette.routing import Mount
 
 import opal_deploy
 from opal_deploy.errors import UsageError
@@ -55,7 +52,7 @@ def test_an_image_gives_the_record_of_explain(serving, exact_model, edited_model
 
 
 def test_a_bad_image_is_refused_with_the_code_of_its_error_record_and_a_wrong_call_with_its_reason(serving):
-    with serving({"light": BrightSession()}, isolate=True, max_pixels=100_000) as running:
+    with serving({"light": BrightSession()}, max_pixels=100_000) as running:
         for data, status, code in (
             (b"no picture", 415, "not_an_image"),
             (b"", 422, "empty_file"),
@@ -73,7 +70,7 @@ def test_a_bad_image_is_refused_with_the_code_of_its_error_record_and_a_wrong_ca
 def test_served_records_are_written_to_a_file(serving, tmp_path):
     path = tmp_path / "records.jsonl"
     for data in (png(30, 30), b"no image"):
-        with serving({"light": BrightSession()}, limits={"records": path}) as running:
+        with serving({"light": BrightSession()}, records=path) as running:
             answer = ask(running, data)
     with path.open("rb") as stream:
         ok, failed = (line.document for line in read_lines(stream))
@@ -82,7 +79,7 @@ def test_served_records_are_written_to_a_file(serving, tmp_path):
     with pytest.raises(UsageError, match="--records"):
         ServerState(ServeOptions(records=tmp_path))
     # a full disk costs records, not answers
-    with serving({"light": BrightSession()}, limits={"records": "/dev/full"}) as running:
+    with serving({"light": BrightSession()}, records="/dev/full") as running:
         assert ask(running, png(30, 30)).status_code == 200
 
 
@@ -104,25 +101,3 @@ def test_every_answer_is_signed(serving, exact_session, picture, tmp_path):
     assert {record["signature"]["key"] for record in records} == {parameters["signing_key"]}
     public = PublicKeys([tmp_path / "public.pem"])
     assert [public.find_fault(record) for record in records] == [""] * 3
-
-
-def test_a_model_answers_below_the_path_at_which_it_is_mounted(exact_model):
-    model, data = opal_deploy.load(exact_model, device="cpu", threads=1), png(90, 70)
-    with pytest.raises(TypeError, match="sheets"):
-        opal_deploy.ModelApp(model, sheets=True)
-    with opal_deploy.ModelApp(model, name="trees", batch=2, workers=1, min_margin=2.0) as app:
-        outer = Starlette(routes=[Mount("/model", app)])
-
-        async def send():
-            transport = httpx.ASGITransport(outer)
-            async with httpx.AsyncClient(transport=transport, base_url="http://shop.example") as client:
-                explained = await client.post("/model/explain", content=data)
-                return explained, *[await client.get(f"/model{path}") for path in ("/", "/v2/health/ready", "/nope")]
-
-        explained, page, ready, missing = asyncio.run(send())
-    record = explained.json()
-    assert record["status"] == "abstained"
-    assert record["prediction"]["label"] == model.predict(data).label
-    assert 'src="page.js"' in page.text
-    assert ready.json() == {"ready": True}
-    assert "/explain" in missing.json()["error"]

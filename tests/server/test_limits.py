@@ -1,13 +1,11 @@
 """Limits: a client that sends too much, too slowly, or nonsense is refused; the others are answered."""
 
-import gzip
 import io
 import json
 import re
 import struct
 import threading
 import time
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,11 +15,9 @@ import httpx
 import pytest
 import yaml
 from PIL import Image
-from starlette.exceptions import HTTPException
 
-from opal_deploy.records.decision import Decision
 from opal_deploy.server import process
-from opal_deploy.server.bodies import MAX_JSON_VALUES, BadRequest, inflate, parse_request
+from opal_deploy.server.bodies import MAX_JSON_VALUES, BadRequest, parse_request
 from opal_deploy.server.telemetry import ServerLog
 from tests.bright import BrightSession, wait_until
 
@@ -32,7 +28,7 @@ RULES = Path(__file__).parents[2] / "deploy/prometheus/alerts.yaml"
 
 @pytest.fixture(scope="module")
 def server(serving):
-    with serving({"light": BrightSession()}, limits={"max_body": 1}) as running:
+    with serving({"light": BrightSession()}, max_body=1) as running:
         yield running
 
 
@@ -83,13 +79,11 @@ def send_pixels(running, count=1):
         ({"content": b"{}", "headers": {"Inference-Header-Content-Length": "9"}}, "the body has 2 bytes"),
         ({"content": b"{}", "headers": {"Inference-Header-Content-Length": "x"}}, "expected a number of bytes"),
         ({"json": document() | {"outputs": [{"name": "boxes"}]}}, "output 'boxes' found; expected logits"),
-        ({"content": b"x", "headers": {"Content-Encoding": "br"}}, "Content-Encoding br found"),
-        ({"content": b"xx", "headers": {"Content-Encoding": "gzip"}}, "the body is not valid gzip"),
-        # nested lists and members of gzip have held a server for minutes
+        ({"content": b"x", "headers": {"Content-Encoding": "gzip"}}, "Content-Encoding gzip found"),
+        # nested lists have held a server for minutes
         ({"content": b'{"x": ' + b"[" * 900_000}, "recursion depth"),
         ({"json": document(data=[[[[0]]] + [[[]]] * 100_000])}, "data does not fit"),
         ({"content": b'{"inputs": [' + b"{}," * 300_000 + b"{}]}"}, "missing required field"),
-        ({"content": gzip.compress(b"") * 30_000, "headers": {"Content-Encoding": "gzip"}}, "gzip members"),
     ],
 )
 def test_a_malformed_request_is_refused_at_once_with_one_line(server, call, reason):
@@ -140,21 +134,6 @@ def test_a_body_that_is_too_large_is_refused(server, announced):
     assert server.state.bodies.held_bytes == 0
 
 
-@pytest.mark.parametrize("compress", [gzip.compress, zlib.compress])
-def test_a_compressed_body_is_read_whole_and_within_limits(compress):
-    assert inflate(compress(PIXELS), len(PIXELS)) == PIXELS
-    for body, limit, reason in (
-        (compress(bytes(50_000_000)), 1 << 20, "large"),
-        (compress(b"ab"), 1, "large"),
-        (compress(PIXELS)[:-5], 1 << 20, "truncated"),
-        (b"", 1, "truncated"),
-        (compress(b"ab") + compress(b"c"), 3, "members"),
-        (compress(PIXELS) + b"more", 1 << 20, "members"),
-    ):
-        with pytest.raises(HTTPException, match=reason):
-            inflate(body, limit)
-
-
 def test_a_head_is_limited_in_size(server):
     assert httpx.get(f"{server.url}/v2", headers={"X-Filler": "x" * 30_000}).status_code == 200
     assert httpx.get(f"{server.url}/v2", headers={"X-Filler": "x" * 200_000}).status_code == 431
@@ -170,7 +149,7 @@ HEAD = b"POST /explain HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n"
 )
 def test_a_slow_client_is_given_up_and_its_place_goes_to_another(serving, monkeypatch, start, status):
     monkeypatch.setattr(process, "_HEAD_SECONDS", 0.5)
-    with serving({"light": BrightSession()}, limits={"upload_timeout": 0.5, "max_connections": 2}) as running:
+    with serving({"light": BrightSession()}, upload_timeout=0.5, max_connections=2) as running:
         slow = [running.connect() for _ in range(2)]
         for client in slow:
             client.sendall(start)
@@ -187,7 +166,7 @@ def held(serving):
     with ExitStack() as stack:
 
         def start(**limits):
-            running = stack.enter_context(serving({"light": session}, batch=1, limits={"max_wait": 0, **limits}))
+            running = stack.enter_context(serving({"light": session}, batch=1, max_wait=0, **limits))
             session.batches.clear()
             hold = session.hold = threading.Event()
             pool = stack.enter_context(ThreadPoolExecutor(8))
@@ -245,7 +224,7 @@ def test_a_lost_device_makes_the_server_unwell_and_end(serving):
 
 
 def test_requests_are_logged_and_counted(serving, capsys):
-    with serving({"light": BrightSession()}, log=ServerLog("json"), decision=Decision(min_margin=2.0)) as running:
+    with serving({"light": BrightSession()}, log=ServerLog("json"), min_margin=2.0) as running:
         for data in (picture(), b"junk"):
             httpx.post(f"{running.url}/explain", content=data, headers={"X-Request-ID": "mine"})
         httpx.get(f"{running.url}/v2/models/%0anone")
