@@ -1,7 +1,4 @@
-"""The work of `opal-deploy drift`: whether a model's answers have shifted since its validation, or another run.
-
-Light to import.
-"""
+"""The work of `opal-deploy drift`: whether a model's answers have shifted since its validation, or another run."""
 
 from __future__ import annotations
 
@@ -9,47 +6,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
-from opal_deploy.artifact.files import check_output, compute_sha256, without_folders
+from opal_deploy.artifact.baseline import Baseline, Observations
+from opal_deploy.artifact.files import compute_sha256, without_folders
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.auditing.options import DriftOptions
 from opal_deploy.auditing.results import find_results, read_records, read_run_options
 from opal_deploy.errors import ArtifactError, UsageError, require
-from opal_deploy.options import Option, Options, StrPath, keywords
+from opal_deploy.options import StrPath, keywords
+from opal_deploy.records.evidence import observe_records
 from opal_deploy.records.record import Answered
+from opal_deploy.runtime.select import read_model_metadata
 
 if TYPE_CHECKING:
-    from opal_deploy.artifact.baseline import Baseline, Observations
-    from opal_deploy.artifact.metadata import Metadata
     from opal_deploy.records.drift import Shift
 
 # images from which a sample can be compared at all
 _MIN_SAMPLE = 20
 # records that become observations together
 _BLOCK = 1_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class DriftOptions(Options):
-    """The options of `find_drift` and `opal-deploy drift`."""
-
-    baseline: Annotated[
-        StrPath | None,
-        Option(
-            "Model that gave the results, with its baseline.", default="the run's, in the working directory", cli=Path
-        ),
-    ] = None
-    against: Annotated[
-        StrPath | None, Option("Earlier results of the same model, to compare with instead.", cli=Path)
-    ] = None
-    max_q: Annotated[float, Option("Largest false discovery rate of a shift.", min=0, max=1)] = 0.01
-    min_effect: Annotated[float, Option("Smallest effect of a shift, 0 to 1.", min=0, max=1)] = 0.1
-    fail_on: Annotated[
-        Literal["any", "evidence"] | None,
-        Option("Exit with 4 on `any` shift, or only on shifts in the `evidence`."),
-    ] = None
-    html: Annotated[StrPath | None, Option("Write an HTML page of the ten strongest shifts.", cli=Path)] = None
-    overwrite: Annotated[bool, Option("Replace --html if it exists.")] = False
-    root: Annotated[StrPath, Option("--html: folder that the results' image names are relative to.", cli=Path)] = Path()
 
 
 @dataclass(frozen=True)
@@ -89,17 +65,9 @@ class DriftReport:
         return {**{name: getattr(self, name) for name in names}, "tests": len(self.tests), "shifts": shifts}
 
 
-class ObservedRun(NamedTuple):
-    """A results.jsonl with the observations of its answers, in their order, and the number of failed images."""
-
-    path: Path
-    observations: Observations
-    failed: int
-
-
 @keywords(DriftOptions)
 def find_drift(results: StrPath, options: DriftOptions) -> DriftReport:
-    """Compare the answers of a run with a model's baseline, or with another run, and write the page if `html` is given.
+    """Compare the answers of a run with a model's baseline, or with another run.
 
     Args:
         results: results.jsonl, or its folder; `against` takes the same.
@@ -109,41 +77,27 @@ def find_drift(results: StrPath, options: DriftOptions) -> DriftReport:
         UsageError: a file cannot be read, the results are not the model's, or there are too few.
     """
     require("scipy", "drift", "drift")
-    from opal_deploy.artifact.baseline import Baseline
     from opal_deploy.records.drift import Comparison, find_smallest_shift, interpret, select_shifts
-    from opal_deploy.runtime.select import read_model_metadata
 
     path = find_results(results)
-    if options.html is not None:
-        inputs = [source for source in (path, options.baseline, options.against) if source is not None]
-        check_output("--html", Path(options.html), [".html"], inputs=inputs, overwrite=options.overwrite)
     model = _find_model(path) if options.baseline is None else Path(options.baseline)
     metadata, sha256 = read_model_metadata(model), compute_sha256(model)
     if metadata.evidence != "exact":
         raise UsageError(f"{model}: evidence {metadata.evidence} found; expected a model with single cells as evidence")
-    earlier = None
     if options.against is not None:
-        earlier = _observe(find_results(options.against), metadata, sha256)
-        baseline = Baseline.measure(earlier.observations, "earlier", metadata.stride, metadata.class_map)
+        earlier, _ = _observe(find_results(options.against), metadata, sha256)
+        baseline = Baseline.measure(earlier, "earlier", metadata.stride, metadata.class_map)
         reference = without_folders(str(options.against))
     else:
         baseline = _read_baseline(model, metadata)
         reference = f"the baseline of {model.name} ({baseline.split} images)"
-    now = _observe(path, metadata, sha256)
-    comparison = Comparison(now.observations, baseline, metadata.class_map)
-    tests, images = comparison.list_tests(), len(now.observations)
+    now, failed = _observe(path, metadata, sha256)
+    tests = Comparison(now, baseline, metadata.class_map).list_tests()
     shifts = select_shifts(tests, options.max_q, options.min_effect)
-    report = DriftReport(
-        images, now.failed, baseline.images, reference, shifts, tests,
-        find_smallest_shift(tests, (baseline.images, images), options.max_q, options.min_effect), metadata.class_names,
-        interpret(shifts),
-    )  # fmt: skip
-    if options.html is not None:
-        from opal_deploy.auditing.pages import write_drift
-
-        page, root = Path(options.html), Path(options.root)
-        write_drift(page, report, comparison, now, earlier, root, overwrite=options.overwrite)
-    return report
+    smallest = find_smallest_shift(tests, (baseline.images, len(now)), options.max_q, options.min_effect)
+    return DriftReport(
+        len(now), failed, baseline.images, reference, shifts, tests, smallest, metadata.class_names, interpret(shifts)
+    )
 
 
 def _find_model(results: Path) -> Path:
@@ -173,11 +127,12 @@ def _read_baseline(model: Path, metadata: Metadata) -> Baseline:
     return baseline
 
 
-def _observe(results: Path, metadata: Metadata, sha256: str) -> ObservedRun:
-    """Return the observations of a run; raise UsageError for too few answers, another model or missing evidence."""
-    from opal_deploy.artifact.baseline import Observations
-    from opal_deploy.records.evidence import observe_records
+def _observe(results: Path, metadata: Metadata, sha256: str) -> tuple[Observations, int]:
+    """Return the observations of a run's answers, and the number of failed images.
 
+    Raises:
+        UsageError: too few answers, another model or missing evidence.
+    """
     blocks, failed = list[Observations](), 0
     records = read_records(results)
     while block := list(islice(records, _BLOCK)):
@@ -196,4 +151,4 @@ def _observe(results: Path, metadata: Metadata, sha256: str) -> ObservedRun:
             raise UsageError(f"{results}: its records have {error}; expected results of this model") from None
     if (count := sum(map(len, blocks))) < _MIN_SAMPLE:
         raise UsageError(f"{results}: images with an answer: {count}; expected at least {_MIN_SAMPLE} to compare")
-    return ObservedRun(results, Observations.concatenate(blocks), failed)
+    return Observations.concatenate(blocks), failed
