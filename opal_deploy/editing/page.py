@@ -51,8 +51,7 @@ def write_page(
     Raises:
         UsageError: the file cannot be written.
     """
-    metadata = data.metadata
-    scores = data.scores.values
+    metadata, scores = data.metadata, data.scores.values
     live = metadata.is_opal and scores.size <= _MAX_SCORES
     document = {
         "command": shlex.join(command[:3]),
@@ -102,8 +101,9 @@ def _draw_strongest(data: ScoredData, channel: int) -> Iterator[Picture]:
 def _list_changed(data: ScoredData, effect: Effect | None) -> Iterator[dict[str, Any]]:
     """Yield the first images whose answer changes."""
     names = data.metadata.class_names
-    for row in [] if effect is None else effect.changed[:_CHANGED].tolist():
-        assert effect is not None
+    if effect is None:
+        return
+    for row in effect.changed[:_CHANGED].tolist():
         label, before, after = (int(values[row]) for values in (effect.labels, effect.before, effect.after))
         path = data.samples[row].path
         yield {
