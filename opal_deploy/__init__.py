@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from opal_deploy.export.plan import ExportResult
     from opal_deploy.records.record import Answer, Answered, Failed, Record, Slot, json_schema
     from opal_deploy.records.tables import to_coco, to_pandas
+    from opal_deploy.server.app import ModelApp
     from opal_deploy.train.api import train_model
     from opal_deploy.train.run_directory import TrainResult
 
@@ -66,6 +67,7 @@ __all__ = [
     "Inspection",
     "MissingExtra",
     "Model",
+    "ModelApp",
     "ModelEvaluation",
     "OpalError",
     "Record",
@@ -115,6 +117,7 @@ _LAZY = {
     "api.service": ("Service",),
     "records.tables": ("to_coco", "to_pandas"),
     "records.record": ("Answer", "Answered", "Failed", "Record", "Slot", "json_schema"),
+    "server.app": ("ModelApp",),
     "train.api": ("train_model",),
     "train.run_directory": ("TrainResult",),
 }

@@ -6,26 +6,23 @@ maps have the same grid, a slot moved if its cell differs; otherwise if its new 
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from msgspec.structs import replace
-from PIL import Image
 
-from opal_deploy.api.explanation import load_record_image
 from opal_deploy.api.infer import run_inference
 from opal_deploy.artifact.files import atomic_write, check_output
 from opal_deploy.auditing.options import DiffOptions
-from opal_deploy.auditing.results import find_results, group_records, is_results, locate_image
-from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.auditing.results import find_results, group_records, is_results, load_photograph
+from opal_deploy.errors import UsageError
 from opal_deploy.logs import WarningLine
 from opal_deploy.options import StrPath, keywords
 from opal_deploy.records.names import find_common_folder
 from opal_deploy.records.record import Answered, Failed, Record, Slot
-from opal_deploy.visualization.overlay import embed_jpeg, show_photograph
+from opal_deploy.visualization.overlay import embed_jpeg
 from opal_deploy.visualization.pages import mark_safe, render_page
 from opal_deploy.visualization.report.cards import render_card
 
@@ -280,11 +277,6 @@ def write_diff(page: Path, report: DiffReport, names: tuple[str, str], root: Pat
 def _render_card(record: Record, number: int, folder: str, root: Path) -> object:
     """Return the report's card of a record, with its photograph if there is one."""
     name = None if record.image is None else record.image.removeprefix(folder)
-    source = None
-    with contextlib.suppress(ImageError):
-        image = load_record_image(record, locate_image(record, root))
-        if isinstance(record, Answered):
-            photograph = show_photograph(image, record)
-            photograph.thumbnail((_CARD_SIDE, _CARD_SIDE), Image.Resampling.BILINEAR)
-            source = embed_jpeg(photograph)
+    photograph = load_photograph(record, root, _CARD_SIDE) if isinstance(record, Answered) else None
+    source = None if photograph is None else embed_jpeg(photograph)
     return mark_safe(render_card(replace(record, image=name), number, source))

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
 
 from opal_deploy.artifact.baseline import Baseline, Observations
-from opal_deploy.artifact.files import compute_sha256, without_folders
+from opal_deploy.artifact.files import atomic_write, check_output, compute_sha256, without_folders
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.auditing.options import DriftOptions
-from opal_deploy.auditing.results import find_results, read_records, read_run_options
+from opal_deploy.auditing.results import find_results, load_photograph, read_records, read_run_options
 from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.options import StrPath, keywords
 from opal_deploy.records.evidence import observe_records
 from opal_deploy.records.record import Answered
 from opal_deploy.runtime.select import read_model_metadata
+from opal_deploy.visualization.overlay import draw_evidence, embed_jpeg
+from opal_deploy.visualization.pages import Picture, render_page
 
 if TYPE_CHECKING:
-    from opal_deploy.records.drift import Shift
+    from opal_deploy.records.drift import Comparison, Shift
 
 # images from which a sample can be compared at all
 _MIN_SAMPLE = 20
 # records that become observations together
 _BLOCK = 1_000
+# shifts on the page, pictures of each before and after, and the longest side of a picture in pixels
+_SHOWN, _PICTURES, _PICTURE_SIDE = 10, 4, 240
 
 
 @dataclass(frozen=True)
@@ -65,9 +72,17 @@ class DriftReport:
         return {**{name: getattr(self, name) for name in names}, "tests": len(self.tests), "shifts": shifts}
 
 
+class ObservedRun(NamedTuple):
+    """A results.jsonl with the observations of its answers, in their order, and the number of failed images."""
+
+    path: Path
+    observations: Observations
+    failed: int
+
+
 @keywords(DriftOptions)
 def find_drift(results: StrPath, options: DriftOptions) -> DriftReport:
-    """Compare the answers of a run with a model's baseline, or with another run.
+    """Compare the answers of a run with a model's baseline, or with another run, and write the page if `html` is given.
 
     Args:
         results: results.jsonl, or its folder; `against` takes the same.
@@ -80,24 +95,33 @@ def find_drift(results: StrPath, options: DriftOptions) -> DriftReport:
     from opal_deploy.records.drift import Comparison, find_smallest_shift, interpret, select_shifts
 
     path = find_results(results)
+    if options.html is not None:
+        inputs = [source for source in (path, options.baseline, options.against) if source is not None]
+        check_output("--html", Path(options.html), [".html"], inputs=inputs, overwrite=options.overwrite)
     model = _find_model(path) if options.baseline is None else Path(options.baseline)
     metadata, sha256 = read_model_metadata(model), compute_sha256(model)
     if metadata.evidence != "exact":
         raise UsageError(f"{model}: evidence {metadata.evidence} found; expected a model with single cells as evidence")
+    earlier = None
     if options.against is not None:
-        earlier, _ = _observe(find_results(options.against), metadata, sha256)
-        baseline = Baseline.measure(earlier, "earlier", metadata.stride, metadata.class_map)
+        earlier = _observe(find_results(options.against), metadata, sha256)
+        baseline = Baseline.measure(earlier.observations, "earlier", metadata.stride, metadata.class_map)
         reference = without_folders(str(options.against))
     else:
         baseline = _read_baseline(model, metadata)
         reference = f"the baseline of {model.name} ({baseline.split} images)"
-    now, failed = _observe(path, metadata, sha256)
-    tests = Comparison(now, baseline, metadata.class_map).list_tests()
+    now = _observe(path, metadata, sha256)
+    comparison = Comparison(now.observations, baseline, metadata.class_map)
+    tests, images = comparison.list_tests(), len(now.observations)
     shifts = select_shifts(tests, options.max_q, options.min_effect)
-    smallest = find_smallest_shift(tests, (baseline.images, len(now)), options.max_q, options.min_effect)
-    return DriftReport(
-        len(now), failed, baseline.images, reference, shifts, tests, smallest, metadata.class_names, interpret(shifts)
-    )
+    smallest = find_smallest_shift(tests, (baseline.images, images), options.max_q, options.min_effect)
+    report = DriftReport(
+        images, now.failed, baseline.images, reference, shifts, tests, smallest, metadata.class_names,
+        interpret(shifts),
+    )  # fmt: skip
+    if options.html is not None:
+        _write_page(Path(options.html), report, comparison, now, earlier, options)
+    return report
 
 
 def _find_model(results: Path) -> Path:
@@ -127,12 +151,8 @@ def _read_baseline(model: Path, metadata: Metadata) -> Baseline:
     return baseline
 
 
-def _observe(results: Path, metadata: Metadata, sha256: str) -> tuple[Observations, int]:
-    """Return the observations of a run's answers, and the number of failed images.
-
-    Raises:
-        UsageError: too few answers, another model or missing evidence.
-    """
+def _observe(results: Path, metadata: Metadata, sha256: str) -> ObservedRun:
+    """Return the observations of a run; raise UsageError for too few answers, another model or missing evidence."""
     blocks, failed = list[Observations](), 0
     records = read_records(results)
     while block := list(islice(records, _BLOCK)):
@@ -151,4 +171,61 @@ def _observe(results: Path, metadata: Metadata, sha256: str) -> tuple[Observatio
             raise UsageError(f"{results}: its records have {error}; expected results of this model") from None
     if (count := sum(map(len, blocks))) < _MIN_SAMPLE:
         raise UsageError(f"{results}: images with an answer: {count}; expected at least {_MIN_SAMPLE} to compare")
-    return Observations.concatenate(blocks), failed
+    return ObservedRun(results, Observations.concatenate(blocks), failed)
+
+
+def _write_page(
+    page: Path,
+    report: DriftReport,
+    comparison: Comparison,
+    now: ObservedRun,
+    earlier: ObservedRun | None,
+    options: DriftOptions,
+) -> None:
+    """Write the page of the strongest shifts; it needs no other file and no network.
+
+    Args:
+        earlier: the run that was compared with, if any.
+
+    Raises:
+        UsageError: the file cannot be written, or the results cannot be read again.
+    """
+    shifts, root, names = report.shifts[:_SHOWN], Path(options.root), report.class_names
+    after = _draw_examples(now, shifts, root, is_now=True)
+    before = [[] for _ in shifts] if earlier is None else _draw_examples(earlier, shifts, root, is_now=False)
+    sections = [
+        {
+            "shift": shift, "text": shift.describe(names), "bars": comparison.list_bars(shift, names),
+            "before": old, "after": new,
+        }
+        for shift, old, new in zip(shifts, before, after, strict=True)
+    ]  # fmt: skip
+    results = without_folders(str(now.path))
+    text = render_page(__package__, "drift", report=report, results=results, earlier=earlier, sections=sections)
+    with atomic_write(page, replace=options.overwrite) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
+
+
+def _draw_examples(run: ObservedRun, shifts: Sequence[Shift], root: Path, *, is_now: bool) -> list[list[Picture]]:
+    """Return pictures of random images for each shift: now of those that show it, before of others of its class."""
+    random, chosen = np.random.default_rng(0), []
+    for shift in shifts:
+        # slots that left a place showed it before; a class is shown at both times
+        shows = shift.kind == "label" or is_now != (shift.kind == "place" and not shift.rose)
+        chosen.append(random.permutation(shift.find_images(run.observations, shows=shows))[:_PICTURES].tolist())
+    wanted = {row for rows in chosen for row in rows}
+    answered = (record for record in read_records(run.path) if isinstance(record, Answered))
+    records = {row: record for row, record in enumerate(answered) if row in wanted}
+    return [
+        list(_draw((records[row] for row in rows), root, shift.slot))
+        for shift, rows in zip(shifts, chosen, strict=True)
+    ]
+
+
+def _draw(records: Iterable[Answered], root: Path, slot: int | None) -> Iterator[Picture]:
+    """Yield the pictures of records, with the box of one slot, or of all; those that are not there are left out."""
+    for record in records:
+        if (photograph := load_photograph(record, root, _PICTURE_SIDE)) is not None:
+            slots = tuple(entry for entry in record.evidence if slot is None or entry.slot == slot)
+            draw_evidence(photograph, replace(record, evidence=slots))
+            yield Picture(embed_jpeg(photograph), record.image or "")

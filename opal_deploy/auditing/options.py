@@ -82,6 +82,9 @@ class DriftOptions(Options):
         Literal["any", "evidence"] | None,
         Option("Exit with 4 on `any` shift, or only on shifts in the `evidence`."),
     ] = None
+    html: Annotated[StrPath | None, Option("Write an HTML page of the ten strongest shifts.", cli=Path)] = None
+    overwrite: Annotated[bool, Option("Replace --html if it exists.")] = False
+    root: Annotated[StrPath, Option("--html: folder that the results' image names are relative to.", cli=Path)] = Path()
 
 
 @dataclass(frozen=True, kw_only=True)

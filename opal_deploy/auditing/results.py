@@ -11,15 +11,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
+from opal_deploy.api.explanation import load_record_image
 from opal_deploy.artifact.files import check_regular
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.options import StrPath
 from opal_deploy.records.lines import Line, parse_json, read_lines
 from opal_deploy.records.names import unescape_name
-from opal_deploy.records.record import RECORD_SCHEMA, Record
+from opal_deploy.records.record import RECORD_SCHEMA, Answered, Record
 from opal_deploy.records.run_files import RESULTS, RUN
 from opal_deploy.records.signatures import PublicKeys, SignatureDigest
 from opal_deploy.remote import RemoteFile, parse_source
+from opal_deploy.visualization.overlay import show_photograph
 
 # ranges of positions named in a message
 _LISTED = 10
@@ -91,6 +95,16 @@ def locate_image(record: Record, root: Path) -> Path | RemoteFile:
     """Return the path (below `root`) or remote file of a record's image; raise ImageError for an unsupported URL."""
     source = parse_source(unescape_name(record.image or ""))
     return root / source if isinstance(source, Path) else source
+
+
+def load_photograph(record: Answered, root: Path, side: int) -> Image.Image | None:
+    """Return a record's photograph, at most `side` pixels a side; None if its image is gone or has changed."""
+    try:
+        photograph = show_photograph(load_record_image(record, locate_image(record, root)), record)
+    except ImageError:
+        return None
+    photograph.thumbnail((side, side))
+    return photograph
 
 
 def group_records(results: Path) -> dict[str | None, list[Record]]:

@@ -35,6 +35,8 @@ def drift(
     _print_report(report)
     if report.shifts and options.fail_on is None:
         print_message("Exit code 0; for scripts, --fail-on any or --fail-on evidence makes it 4")
+    if options.html is not None:
+        print_message(f"Page: {options.html}")
     if as_json:
         print_json({"results": str(results), **report.to_dict()})
     if options.fail_on is not None and report.has(options.fail_on):

@@ -14,6 +14,7 @@ the distributions, or half of Cohen's h of two shares, |asin(sqrt(p)) - asin(sqr
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -39,8 +40,10 @@ _FAMILIES = 3
 _MIN_ANSWERS = 10
 # a bit more than half a unit in the last of a baseline's digits, and the smallest number that has such digits
 _HALF_UNIT, _SMALLEST = 0.501, 1e-12
-# share of the largest change
-_ABOUT_AS_MUCH = 0.9
+# share of the largest change; ranges of a distribution and classes that have bars
+_ABOUT_AS_MUCH, _RANGES, _CLASSES = 0.9, 15, 10
+# name, and shares before and after
+Bar = tuple[str, float, float]
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,25 @@ class Shift:
             return f"{subject[:-2]} {moved} the {PLACES[self.place]}: {shares}"
         change, side = ("rose", "above") if self.rose else ("fell", "below")
         return f"{subject}{_WORDS[self.kind]} {change}: {after} answers {side} {self.value:.3g}, {before} before"
+
+    def find_images(self, observations: Observations, *, shows: bool) -> NDArray[np.intp]:
+        """Return the rows of the images that show the shift, or of the others that could have.
+
+        Images show it by their class, the slot's place, or a value beyond `value`. A slot's others have its class.
+        """
+        own = observations.class_ids == self.class_id
+        if self.kind == "label":
+            return np.flatnonzero(own == shows)
+        if self.slot is None:
+            own, values = np.ones_like(own), getattr(observations, self.kind)
+        else:
+            # attributes of slots are in the plural
+            values = getattr(observations, f"{self.kind}s")[:, self.slot]
+        if self.place is not None:
+            cases = values == self.place
+        else:
+            cases = values > self.value if self.rose else values < self.value
+        return np.flatnonzero(own & (cases == shows))
 
     def to_dict(self, class_names: Sequence[str]) -> dict[str, Any]:
         """Return the shift for JSON, with the names of its class and place, and in words."""
@@ -176,6 +198,24 @@ class Comparison:
         families = self._compare_labels(), self._compare_quantities(), self._compare_slots()
         return [test for family in families for test in _adjust(list(family))]
 
+    def list_bars(self, shift: Shift, class_names: Sequence[str]) -> list[Bar]:
+        """Return the bars of a shift: each bar's meaning, and its share of the answers before and after.
+
+        Bars are the `PLACES`, the ranges between the baseline's quantiles, or the classes whose share changed most.
+        """
+        if shift.class_id is None:
+            values = getattr(self._now, shift.kind)
+            return _list_ranges(self._baseline.quantiles[shift.kind], LEVELS, values[~np.isnan(values)])
+        if shift.slot is None:
+            before = np.array(self._baseline.classes) / self._baseline.images
+            after = self._class_counts / len(self._now)
+            most = np.argsort(-np.abs(after - before), kind="stable")[:_CLASSES].tolist()
+            return [(class_names[class_id], float(before[class_id]), float(after[class_id])) for class_id in most]
+        slot = self._slots[shift.class_id, shift.slot]
+        if shift.kind != "place":
+            return _list_ranges(getattr(slot.measured, shift.kind), SLOT_LEVELS, getattr(slot, shift.kind))
+        return list(zip(PLACES, slot.measured.places, (slot.places / slot.places.sum()).tolist(), strict=True))
+
     def _compare_labels(self) -> Iterator[Shift]:
         before = self._baseline.classes
         for class_id in np.flatnonzero(self._class_counts + np.array(before)).tolist():
@@ -231,6 +271,18 @@ def _round_off(quantiles: Sequence[float]) -> tuple[DoubleArray, DoubleArray]:
     magnitude = np.floor(np.log10(np.maximum(np.abs(values), _SMALLEST)))
     margin = _HALF_UNIT * 10.0 ** (magnitude + 1 - DIGITS)
     return values - margin, values + margin
+
+
+def _list_ranges(quantiles: Sequence[float], levels: Sequence[float], values: DoubleArray) -> list[Bar]:
+    """Return the ranges between the quantiles in words, and the shares of the old and the new values in each."""
+    # at most about a dozen ranges
+    step = 1 + len(levels) // _RANGES
+    up_to = np.searchsorted(np.sort(values), _round_off(quantiles[::step])[1], side="right") / len(values)
+    after, before = (np.diff(shares, prepend=0.0, append=1.0) for shares in (up_to, levels[::step]))
+    texts = [f"{value:.3g}" for value in quantiles[::step]]
+    inner = [f"{low} to {high}" for low, high in itertools.pairwise(texts)]
+    names = [f"up to {texts[0]}", *inner, f"above {texts[-1]}"]
+    return list(zip(names, before.tolist(), after.tolist(), strict=True))
 
 
 def _compare_values(

@@ -2,7 +2,7 @@
 
     options     `ServeOptions`: every option of the server
     process     `serve_models`: listens (with Granian), warms up, shuts down gracefully
-    app         routes: tensors in, tensors out; an image in, its record out
+    app         routes: tensors in, tensors out; an image in, its record out; `ModelApp`: within another application
     middleware  authentication, request ids, logging and counting of every request
     bodies      the bodies of requests, within limits on bytes and seconds; the protocol's JSON and binary tensors
     models      a loaded model with its service; the state that all requests share

@@ -1,4 +1,4 @@
-"""The application: the Open Inference Protocol, version 2, and the page for people."""
+"""The application: the Open Inference Protocol, version 2, and the page for people; alone or within another one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any, TypeVar
 
 from prometheus_client import generate_latest
@@ -15,9 +16,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from opal_deploy._version import __version__
+from opal_deploy.api.model import Model
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import OutOfMemory, StoppedEarly
 from opal_deploy.predict.explain_tensors import (
@@ -34,6 +36,7 @@ from opal_deploy.records.record import Answered, Record
 from opal_deploy.server.bodies import BadRequest, InferRequest, Tensor, build_response, busy, parse_request
 from opal_deploy.server.middleware import RequestMiddleware
 from opal_deploy.server.models import ServedModel, ServerState
+from opal_deploy.server.options import ServeOptions
 from opal_deploy.sources.image import InputImage
 from opal_deploy.visualization.pages import load_templates, read_asset, read_evidence_script, read_style
 
@@ -260,3 +263,44 @@ async def _refuse(request: Request, error: Any) -> Response:
     if reason in ("Not Found", "Method Not Allowed"):
         reason = f"{request.method} {request.url.path[:200]}: {reason}; post an image to /explain, or open / for a page"
     return JSONResponse({"error": reason}, error.status_code, error.headers)
+
+
+class ModelApp:
+    """The addresses of `opal-deploy serve`, as an ASGI application: the page, `/explain` and the protocol.
+
+    Mount it, such as `app.mount("/model", model_app)`, and close it when the program ends. The program around it
+    decides who may use it: it asks for no token and accepts any host name.
+    """
+
+    def __init__(self, model: Model, *, name: str = "model", **options: Any) -> None:
+        """Warm up the model, and start its threads and decoding processes.
+
+        Args:
+            model: served until `close`; it may be used elsewhere at the same time.
+            name: of the model in addresses and metrics.
+            options: those of `opal-deploy serve`: `batch`, `queue`, `min_margin`, ...; an address, a token, a device
+                and the like have no effect.
+
+        Raises:
+            TypeError: no such option, or a path instead of a loaded model.
+            UsageError: the model does not support an option. StoppedEarly: the device was lost.
+        """
+        if not hasattr(model, "sessions"):
+            raise TypeError(f"ModelApp takes a loaded model, found {type(model).__name__}; use opal_deploy.load(path)")
+        self._state = ServerState(ServeOptions(**options, allowed_host=("*",), log_format="off"))
+        self._state.load(name, model.path or Path(name), model.sessions, model.sha256)
+        self._app = create_app(self._state)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        await self._app(scope, receive, send)
+
+    def close(self) -> None:
+        """Finish the images in flight, and end threads and processes."""
+        self._state.close()
+
+    def __enter__(self) -> ModelApp:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import struct
+import time
+import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -30,6 +32,10 @@ from opal_deploy.server.options import ServeOptions
 
 # bodies of the largest size that may be in memory
 _LARGEST_BODIES = 8
+# bodies inflated concurrently: each takes up to twice `max_body` before it is counted
+_CONCURRENT_INFLATIONS = 2
+_ENCODINGS = ("gzip", "x-gzip", "deflate")
+_CHUNK, _INFLATE_SECONDS = 64 << 10, 5.0
 _CLIENT_LEFT = 499
 # numbers as an array, BYTES as a list of elements, one per row
 Tensor: TypeAlias = NDArray[Any] | list[bytes]
@@ -63,23 +69,34 @@ class BodyReader:
     def __init__(self, options: ServeOptions) -> None:
         self._limit, self._seconds = options.max_body << 20, options.upload_timeout
         self.held_bytes = 0
+        self._inflating = asyncio.Semaphore(_CONCURRENT_INFLATIONS)
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """Yield a request's body, which counts as held until the block is left.
+        """Yield a request's decompressed body, which counts as held until the block is left.
 
-        Raises HTTPException for a body that is too large, too slow or compressed, if too many bytes are held, and if
-        the client leaves.
+        Raises HTTPException for a body that is too large, too slow or not what its headers say, if too many bytes are
+        held, and if the client leaves.
         """
-        body = bytearray()
+        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        held: list[int] = []
         try:
-            await self._read(request, body)
-            yield bytes(body)
+            body = await self._read(request, held)
+            if encoding in _ENCODINGS:
+                async with self._inflating:
+                    # zlib releases the interpreter's lock
+                    body = await asyncio.to_thread(inflate, body, self._limit)
+                self._hold(held, len(body))
+            elif encoding not in ("", "identity"):
+                reason = f"Content-Encoding {encoding[:20]} found; expected gzip or deflate"
+                raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, reason)
+            yield body
         finally:
-            self.held_bytes -= len(body)
+            self.held_bytes -= sum(held)
 
-    async def _read(self, request: Request, body: bytearray) -> None:
-        size, announced = 0, request.headers.get("content-length", "0")
+    async def _read(self, request: Request, held: list[int]) -> bytes:
+        body, size = bytearray(), 0
+        announced = request.headers.get("content-length", "0")
         is_kept = not announced.isdigit() or int(announced) <= self._limit
         try:
             async with asyncio.timeout(self._seconds):
@@ -87,9 +104,7 @@ class BodyReader:
                     size += len(chunk)
                     # a client that is still sending reads the answer only if the rest of its body is taken
                     if is_kept and size <= self._limit:
-                        if self.held_bytes + len(chunk) > _LARGEST_BODIES * self._limit:
-                            raise busy(f"requests hold {self.held_bytes:,} bytes")
-                        self.held_bytes += len(chunk)
+                        self._hold(held, len(chunk))
                         body += chunk
         except TimeoutError:
             reason = f"{size:,} bytes found after {self._seconds:g} s; expected the whole body"
@@ -98,11 +113,37 @@ class BodyReader:
             # nobody reads the response; nginx's number is for the log
             raise HTTPException(_CLIENT_LEFT, "the client left") from None
         if size > self._limit:
-            reason = f"the body is too large; expected at most {self._limit:,} bytes (--max-body)"
-            raise HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
-        if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
-            reason = f"Content-Encoding {encoding[:20]} found; expected a body that is not compressed"
-            raise HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, reason)
+            raise _too_large(self._limit)
+        return bytes(body)
+
+    def _hold(self, held: list[int], count: int) -> None:
+        if self.held_bytes + count > _LARGEST_BODIES * self._limit:
+            raise busy(f"requests hold {self.held_bytes:,} bytes")
+        self.held_bytes += count
+        held.append(count)
+
+
+def inflate(data: bytes, limit: int) -> bytes:
+    """Return the bytes of one gzip member or of zlib data; raise HTTPException if damaged, too large or too costly."""
+    inflated, deadline = bytearray(), time.monotonic() + _INFLATE_SECONDS
+    decompressor = zlib.decompressobj(zlib.MAX_WBITS | 32)
+    try:
+        for start in range(0, len(data), _CHUNK):
+            if decompressor.eof or time.monotonic() > deadline:
+                raise BadRequest(f"the body has several gzip members, or inflates for over {_INFLATE_SECONDS} s")
+            inflated += decompressor.decompress(data[start : start + _CHUNK], limit + 1 - len(inflated))
+            if len(inflated) > limit:
+                raise _too_large(limit)
+    except zlib.error as error:
+        raise BadRequest(f"the body is not valid gzip or deflate: {str(error)[:80]}") from None
+    if not decompressor.eof or decompressor.unused_data:
+        raise BadRequest("the body's gzip or deflate data is truncated, or has several gzip members")
+    return bytes(inflated)
+
+
+def _too_large(limit: int) -> HTTPException:
+    reason = f"the body is too large; expected at most {limit:,} bytes, decompressed (--max-body)"
+    return HTTPException(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
 
 
 @dataclass(frozen=True)

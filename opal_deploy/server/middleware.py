@@ -67,7 +67,8 @@ class RequestMiddleware:
 
     def _refuse(self, scope: Scope, headers: Headers) -> Response | None:
         """Return the response to a request that may not be answered, else None."""
-        path = scope["path"]
+        # below the path at which another application mounted this one
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path in _HEALTH:
             return None
         if self._state.token is None:

@@ -4,6 +4,9 @@ import asyncio
 import sys
 from pathlib import Path
 
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
 import opal_deploy
 
 model_path, images, out = (Path(argument) for argument in sys.argv[1:])
@@ -29,8 +32,8 @@ atlas = opal_deploy.create_atlas(images, model, out=out / "atlas", plain=True)
 results = out / "results.jsonl"
 results.write_text("".join(answer.to_json() + "\n" for answer in answers))
 drift = opal_deploy.find_drift(results, baseline=model.path)
-with model.serve(workers=1) as service:  # in somebody's own server
-    one = service.submit(paths[0].read_bytes(), wait=False).result()
+with opal_deploy.ModelApp(model, workers=1) as app:  # in somebody's own: shop.mount("/model", app)
+    shop = Starlette(routes=[Mount("/model", app)])
 head = opal_deploy.nn.OpalHead(512, num_classes=10)
 network = opal_deploy.nn.build_network("shufflenet_v2_x0_5", num_classes=3, size=64, stride=None)
 lines: list[str] = [str(answer) for answer in answers]

@@ -92,6 +92,7 @@ def test_what_people_try_from_habit_names_what_to_use(exact_model, make_pictures
         (TypeError, "batch_size", lambda: model.predict(path, batch_size=2)),
         (TypeError, "'epoch'", lambda: opal_deploy.train_model("x", epoch=1)),
         (TypeError, r"opal_deploy.load\(path\)", lambda: opal_deploy.Model(exact_model)),
+        (TypeError, r"opal_deploy.load\(path\)", lambda: opal_deploy.ModelApp(exact_model)),
         (UsageError, "BytesIO found; expected paths, bytes", lambda: model.predict(io.BytesIO())),
         (UsageError, "type object found; expected paths, bytes", lambda: model.predict([object()])),
         (UsageError, r"expected 'CLASS/SLOT'", lambda: opal_deploy.edit_model(model, drop=[[0]], out="e.onnx")),

@@ -23,7 +23,7 @@ from opal_deploy.records.lines import to_document, to_json_line
 from opal_deploy.records.record import to_record
 from opal_deploy.runtime.onnx_session import OnnxSession
 from tests.builders import build_checkpoint, export_onnx
-from tests.cli.calls import check
+from tests.cli.calls import check, read_results
 
 NUMBER = 600
 FAILED = error_record("x", "not_an_image", "")
@@ -205,3 +205,24 @@ def test_a_model_without_a_fitting_baseline_is_refused(model, plain_model, outpu
         find_drift(path)
     with pytest.raises(UsageError, match="max_q"):
         find_drift(path, max_q=2)
+
+
+def test_the_page_shows_bars_and_photographs_of_before_and_now(model, make_pictures, opal, tmp_path):
+    folder = tmp_path / "a<b>"
+    make_pictures(folder, 40)
+    opal("infer", folder, "--model", model, "--workers", "1", "--out", tmp_path / "before")
+    changed = read_results(tmp_path / "before")
+    for record in changed:
+        record["evidence"][1].update(cell=[0, 2], box=[64.0, 0.0, 96.0, 32.0])
+    (tmp_path / "now").mkdir()
+    write(tmp_path / "now/results.jsonl", changed)
+    page = tmp_path / "drift.html"
+    fixed = ("drift", tmp_path / "now", "--against", tmp_path / "before", "--baseline", model, "--html", page)
+    done = opal(*fixed, "--root", "/")
+    assert done.stderr.splitlines()[-1] == f"Page: {page}"
+    text = page.read_text("utf-8")
+    assert "<h3>Before</h3>" in text
+    assert "<h3>Now</h3>" in text
+    assert text.count("data:image/jpeg;base64,") >= 8
+    assert "moved to the upper right corner" in text
+    assert "a<b>" not in text

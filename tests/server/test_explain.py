@@ -1,5 +1,6 @@
-"""An image in, its record out; alone, and with a signature."""
+"""An image in, its record out; alone, within another application, and with a signature."""
 
+import asyncio
 import base64
 import io
 import json
@@ -9,6 +10,8 @@ import httpx
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from PIL import Image
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 import opal_deploy
 from opal_deploy.errors import UsageError
@@ -101,3 +104,25 @@ def test_every_answer_is_signed(serving, exact_session, picture, tmp_path):
     assert {record["signature"]["key"] for record in records} == {parameters["signing_key"]}
     public = PublicKeys([tmp_path / "public.pem"])
     assert [public.find_fault(record) for record in records] == [""] * 3
+
+
+def test_a_model_answers_below_the_path_at_which_it_is_mounted(exact_model):
+    model, data = opal_deploy.load(exact_model, device="cpu", threads=1), png(90, 70)
+    with pytest.raises(TypeError, match="sheets"):
+        opal_deploy.ModelApp(model, sheets=True)
+    with opal_deploy.ModelApp(model, name="trees", batch=2, workers=1, min_margin=2.0) as app:
+        outer = Starlette(routes=[Mount("/model", app)])
+
+        async def send():
+            transport = httpx.ASGITransport(outer)
+            async with httpx.AsyncClient(transport=transport, base_url="http://shop.example") as client:
+                explained = await client.post("/model/explain", content=data)
+                return explained, *[await client.get(f"/model{path}") for path in ("/", "/v2/health/ready", "/nope")]
+
+        explained, page, ready, missing = asyncio.run(send())
+    record = explained.json()
+    assert record["status"] == "abstained"
+    assert record["prediction"]["label"] == model.predict(data).label
+    assert 'src="page.js"' in page.text
+    assert ready.json() == {"ready": True}
+    assert "/explain" in missing.json()["error"]

@@ -1,11 +1,13 @@
 """Limits: a client that sends too much, too slowly, or nonsense is refused; the others are answered."""
 
+import gzip
 import io
 import json
 import re
 import struct
 import threading
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,9 +17,10 @@ import httpx
 import pytest
 import yaml
 from PIL import Image
+from starlette.exceptions import HTTPException
 
 from opal_deploy.server import process
-from opal_deploy.server.bodies import MAX_JSON_VALUES, BadRequest, parse_request
+from opal_deploy.server.bodies import MAX_JSON_VALUES, BadRequest, inflate, parse_request
 from opal_deploy.server.telemetry import ServerLog
 from tests.bright import BrightSession, wait_until
 
@@ -79,11 +82,13 @@ def send_pixels(running, count=1):
         ({"content": b"{}", "headers": {"Inference-Header-Content-Length": "9"}}, "the body has 2 bytes"),
         ({"content": b"{}", "headers": {"Inference-Header-Content-Length": "x"}}, "expected a number of bytes"),
         ({"json": document() | {"outputs": [{"name": "boxes"}]}}, "output 'boxes' found; expected logits"),
-        ({"content": b"x", "headers": {"Content-Encoding": "gzip"}}, "Content-Encoding gzip found"),
-        # nested lists have held a server for minutes
+        ({"content": b"x", "headers": {"Content-Encoding": "br"}}, "Content-Encoding br found"),
+        ({"content": b"xx", "headers": {"Content-Encoding": "gzip"}}, "the body is not valid gzip"),
+        # nested lists and members of gzip have held a server for minutes
         ({"content": b'{"x": ' + b"[" * 900_000}, "recursion depth"),
         ({"json": document(data=[[[[0]]] + [[[]]] * 100_000])}, "data does not fit"),
         ({"content": b'{"inputs": [' + b"{}," * 300_000 + b"{}]}"}, "missing required field"),
+        ({"content": gzip.compress(b"") * 30_000, "headers": {"Content-Encoding": "gzip"}}, "gzip members"),
     ],
 )
 def test_a_malformed_request_is_refused_at_once_with_one_line(server, call, reason):
@@ -132,6 +137,21 @@ def test_a_body_that_is_too_large_is_refused(server, announced):
     assert "expected at most 1,048,576" in response.json()["error"]
     # nothing of it is counted any more
     assert server.state.bodies.held_bytes == 0
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zlib.compress])
+def test_a_compressed_body_is_read_whole_and_within_limits(compress):
+    assert inflate(compress(PIXELS), len(PIXELS)) == PIXELS
+    for body, limit, reason in (
+        (compress(bytes(50_000_000)), 1 << 20, "large"),
+        (compress(b"ab"), 1, "large"),
+        (compress(PIXELS)[:-5], 1 << 20, "truncated"),
+        (b"", 1, "truncated"),
+        (compress(b"ab") + compress(b"c"), 3, "members"),
+        (compress(PIXELS) + b"more", 1 << 20, "members"),
+    ):
+        with pytest.raises(HTTPException, match=reason):
+            inflate(body, limit)
 
 
 def test_a_head_is_limited_in_size(server):

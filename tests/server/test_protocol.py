@@ -64,6 +64,15 @@ def test_pixels_give_the_outputs_of_the_graph(client, exact_session, binary):
         np.testing.assert_allclose(found.as_numpy(name), values, atol=1e-6)
 
 
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+def test_compressed_requests_are_inflated(client, algorithm):
+    pixels = np.zeros((1, 32, 32, 3), np.uint8)
+    inputs = [tensor("images", pixels, "UINT8")]
+    how = {"request_compression_algorithm": algorithm, "response_compression_algorithm": algorithm}
+    plain, compressed = (client.infer("light", inputs, **one).as_numpy("logits") for one in ({}, how))
+    np.testing.assert_array_equal(plain, compressed)
+
+
 def test_files_give_the_records_of_explain_and_a_broken_one_an_error_record(
     client, exact_model, make_pictures, tmp_path
 ):
