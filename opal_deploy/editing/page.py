@@ -17,14 +17,7 @@ from opal_deploy.editing.suggestions import Suggestion
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.visualization.boxes import SlotBox, draw_boxes
 from opal_deploy.visualization.overlay import embed_jpeg
-from opal_deploy.visualization.pages import (
-    Picture,
-    json_script,
-    mark_safe,
-    read_asset,
-    read_class_map_script,
-    render_page,
-)
+from opal_deploy.visualization.pages import Picture, json_script, read_asset, read_class_map_script, render_page
 
 _STRONGEST, _CHANGED = 4, 60
 _SIDE = 160
@@ -66,7 +59,7 @@ def write_page(
         __package__, "edit", script=read_class_map_script() + read_asset(__package__, "edit.js"), model=command[2],
         live=live, images_count=len(scores), split=data.split, data=data.root.name, effect=effect,
         rows=list(_build_rows(data, drop, suggestions)), suggestions=bool(suggestions),
-        changed=list(_list_changed(data, effect)), document=mark_safe(json_script("data", document)),
+        changed=list(_list_changed(data, effect)), document=json_script("data", document),
     )  # fmt: skip
     with atomic_write(page, replace=overwrite) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
