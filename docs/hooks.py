@@ -19,9 +19,7 @@ from typer.cli import get_docs_for_click
 
 from opal_deploy.api.infer import InferOptions
 from opal_deploy.api.options import AtlasOptions
-from opal_deploy.auditing.diff import DiffOptions
-from opal_deploy.auditing.drift import DriftOptions
-from opal_deploy.auditing.verify import VerifyOptions
+from opal_deploy.auditing.options import DiffOptions, DriftOptions, VerifyOptions
 from opal_deploy.cli import app
 from opal_deploy.editing.api import EditOptions
 from opal_deploy.evaluation.options import EvaluateOptions

@@ -24,12 +24,17 @@ from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.lines import to_document, to_json_line
 from opal_deploy.records.names import find_common_folder, unescape_name
 from opal_deploy.records.record import Answer, Answered, Failed, Problem, Record, Slot, Status, to_record
+from opal_deploy.records.run_files import REPORT, RESULTS, RUN, overlay_name, write_image_file
+from opal_deploy.records.tables import to_coco, to_pandas
+from opal_deploy.run.directory import RecordWriter
 from opal_deploy.sources.image import InputImage
+from opal_deploy.visualization.overlay import draw_overlay, embed_jpeg, encode_jpeg, show_photograph
+from opal_deploy.visualization.report import ReportOptions, make_thumbnail
+from opal_deploy.visualization.style import escape_unprintable
 
 if TYPE_CHECKING:
     from opal_deploy.api.model import Model
     from opal_deploy.run.drawing import Thumbnails
-    from opal_deploy.visualization.report import ReportOptions
 
 # width of an overlay in a notebook, pixels
 _WIDTH = 420
@@ -150,8 +155,6 @@ class Explanation(dict[str, Any]):
             ImageError: there is no prediction, or the image was not kept, is gone or has changed.
             UsageError: not a .jpg file, or it cannot be written.
         """
-        from opal_deploy.visualization.overlay import encode_jpeg
-
         picture = self._draw()
         if Path(path).suffix.lower() not in (".jpg", ".jpeg"):
             raise UsageError(f"{path}: expected a .jpg file; for others: explanation.overlay().save(path)")
@@ -185,8 +188,6 @@ class Explanation(dict[str, Any]):
         return load_record_image(self.record, self._origin.image, self._origin.options.max_pixels)
 
     def _draw(self) -> Image.Image:
-        from opal_deploy.visualization.overlay import draw_overlay
-
         return draw_overlay(self._load_image(), self.record)
 
     def __reduce__(self) -> tuple[type[Explanation], tuple[dict[str, Any]]]:
@@ -221,14 +222,10 @@ class Explanations(list[Explanation]):
 
     def to_coco(self) -> dict[str, Any]:
         """Return `opal_deploy.to_coco` of the records."""
-        from opal_deploy.records.tables import to_coco
-
         return to_coco(self)
 
     def to_pandas(self) -> Any:
         """Return `opal_deploy.to_pandas` of the records."""
-        from opal_deploy.records.tables import to_pandas
-
         return to_pandas(self)
 
     def save_report(self, folder: StrPath) -> Path:
@@ -244,9 +241,8 @@ class Explanations(list[Explanation]):
             UsageError: the folder is named like a page, holds a run of `infer`, or cannot be written.
             StoppedEarly: the disk is full.
         """
-        from opal_deploy.records.run_files import REPORT, RESULTS, RUN
+        # slow to import
         from opal_deploy.run import drawing
-        from opal_deploy.run.directory import RecordWriter
 
         out = Path(folder)
         if out.suffix in (".html", ".htm"):
@@ -259,7 +255,7 @@ class Explanations(list[Explanation]):
             raise UsageError(f"{out}: cannot be written ({error.strerror or error}); choose another folder") from None
         drawing.prepare_overlays(out)
         folder = find_common_folder(record["image"] or "" for record in self)
-        thumbnails: drawing.Thumbnails = {}
+        thumbnails: Thumbnails = {}
         report = drawing.open_report(out, self._report_options(), len(self), folder, thumbnails)
         with RecordWriter(out / RESULTS) as writer, report as add:
             for index, explanation in enumerate(self):
@@ -270,7 +266,6 @@ class Explanations(list[Explanation]):
 
     def _report_options(self) -> ReportOptions:
         from opal_deploy.run.drawing import describe_report
-        from opal_deploy.visualization.report import ReportOptions
 
         model = next((record._origin.model for record in self if record._origin is not None), None)
         if model is None:
@@ -293,10 +288,6 @@ class Explanations(list[Explanation]):
 
 def _save_drawing(out: Path, index: int, explanation: Explanation, thumbnails: Thumbnails) -> Record:
     """Write a record's overlay; return the record with the overlay's name, or with the reason why it is missing."""
-    from opal_deploy.records.run_files import overlay_name, write_image_file
-    from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg, show_photograph
-    from opal_deploy.visualization.report import make_thumbnail
-
     record = explanation.record
     if isinstance(record, Failed):
         return record
@@ -318,8 +309,6 @@ def save_bytes(path: StrPath, data: bytes) -> Path:
 
 def format_line(record: Record) -> str:
     """Return the record as one line; line breaks in file names are escaped."""
-    from opal_deploy.visualization.style import escape_unprintable
-
     name = "image" if record.image is None else escape_unprintable(record.image)
     if isinstance(record, Failed):
         return f"{name}: error {record.error.code}: {escape_unprintable(record.error.message)}"
@@ -329,8 +318,6 @@ def format_line(record: Record) -> str:
 
 
 def _format_answer(answer: Answer) -> str:
-    from opal_deploy.visualization.style import escape_unprintable
-
     value = f"logit {answer.logit:.4f}" if answer.cosine is None else f"cosine {answer.cosine:.4f}"
     probability = answer.calibrated_probability
     calibrated = "" if probability is None else f", calibrated probability {probability:.3f}"
@@ -338,15 +325,11 @@ def _format_answer(answer: Answer) -> str:
 
 
 def _safe(text: str) -> str:
-    from opal_deploy.visualization.style import escape_unprintable
-
     return escape(escape_unprintable(text), quote=True)
 
 
 def _embed(overlay: Image.Image, alt: str) -> str:
     """Return an overlay as an <img> element."""
-    from opal_deploy.visualization.overlay import embed_jpeg
-
     overlay.thumbnail((2 * _WIDTH, 2 * _WIDTH), Image.Resampling.BILINEAR)
     return f'<img alt="{_safe(alt)}" style="max-width:{_WIDTH}px" src="{embed_jpeg(overlay)}">'
 

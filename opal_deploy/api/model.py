@@ -31,7 +31,8 @@ from opal_deploy.records.record import Failed
 from opal_deploy.runtime.devices import default_batch
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import Session
-from opal_deploy.sources.image import InputImage
+from opal_deploy.sources.discovery import check_inputs, discover
+from opal_deploy.sources.image import InputImage, Skipped
 
 if TYPE_CHECKING:
     from opal_deploy.api.service import Service
@@ -189,10 +190,6 @@ class Model:
             decision=self._decide(thresholds, self.stream), max_pixels=max_pixels, model_sha256=self.sha256,
         )  # fmt: skip
         if isinstance(images, str | os.PathLike):
-            # archives, videos and buckets are loaded where they are looked for
-            from opal_deploy.sources.discovery import check_inputs, discover
-            from opal_deploy.sources.image import Skipped
-
             inputs = [os.fspath(images)]
             check_inputs(inputs)
             found = discover(inputs, Skipped())
@@ -226,6 +223,7 @@ class Model:
             ImageError: the image cannot be classified. UsageError: the model's evidence is not single cells, or the
                 suffix is another one.
         """
+        # slow to import
         from opal_deploy.run.drawing import SheetBuilder
 
         options = options or InferenceOptions()

@@ -1,36 +1,22 @@
-"""Results in formats that other tools read: the work of `opal-deploy convert`. Light to import."""
+"""Results in formats that other tools read: the work of `opal-deploy convert`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from opal_deploy.artifact.files import atomic_write, check_output, compute_sha256
+from opal_deploy.auditing.options import ConvertOptions
 from opal_deploy.auditing.results import find_results, read_records, read_run_options
 from opal_deploy.errors import UsageError
-from opal_deploy.options import Option, Options, StrPath, keywords
+from opal_deploy.options import StrPath, keywords
 from opal_deploy.records.names import readable_name, unescape_name
 from opal_deploy.records.record import Answer, Failed, Record
 from opal_deploy.records.run_files import RUN, SUMMARY
 from opal_deploy.records.tables import to_coco
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvertOptions(Options):
-    """The options of `convert_results` and `opal-deploy convert`."""
-
-    to: Annotated[
-        Literal["coco", "megadetector"],
-        Option("`coco` (for Label Studio too), or `megadetector`: a detector's results."),
-    ]
-    out: Annotated[StrPath | None, Option("Output file.", default="standard output", cli=Path)] = None
-    overwrite: Annotated[bool, Option("Replace --out if it exists.")] = False
-    boxes: Annotated[
-        StrPath | None, Option("megadetector: the detector's results given to infer as --boxes.", cli=Path)
-    ] = None
+from opal_deploy.sources.annotations import PathLookup, normalize_name, read_boxes
 
 
 @keywords(ConvertOptions)
@@ -70,9 +56,6 @@ def add_classifications(path: Path, run: dict[str, Any], records: Iterable[Recor
     Raises:
         UsageError: the results are not the run's, or records name no detection or have no such number.
     """
-    # not at the top: these load numpy
-    from opal_deploy.sources.annotations import PathLookup, normalize_name, read_boxes
-
     if not read_boxes(path).from_detector:
         raise UsageError(f"{path}: not MegaDetector's results; expected the file that infer had as --boxes")
     if f"sha256 {compute_sha256(path)}" not in str(run.get("boxes")):

@@ -2,23 +2,29 @@
 
 Images are paired by name (those with the same name in input order), classes by label, slots by number. If both feature
 maps have the same grid, a slot moved if its cell differs; otherwise if its new box is centred outside the old one.
-Light to import.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Any, Literal, cast
 
-from opal_deploy.artifact.files import check_output
-from opal_deploy.auditing.results import find_results, group_records, is_results
+from msgspec.structs import replace
+
+from opal_deploy.api.infer import run_inference
+from opal_deploy.artifact.files import atomic_write, check_output
+from opal_deploy.auditing.options import DiffOptions
+from opal_deploy.auditing.results import find_results, group_records, is_results, load_photograph
 from opal_deploy.errors import UsageError
-from opal_deploy.logs import Log, ProgressChoice, WarningLine, log_line
-from opal_deploy.options import Device, Option, Options, StrPath, Threads, keywords
+from opal_deploy.logs import WarningLine
+from opal_deploy.options import StrPath, keywords
+from opal_deploy.records.names import find_common_folder
 from opal_deploy.records.record import Answered, Failed, Record, Slot
+from opal_deploy.visualization.overlay import embed_jpeg
+from opal_deploy.visualization.pages import mark_safe, render_page
+from opal_deploy.visualization.report.cards import render_card
 
 # from the largest change to none
 Kind = Literal["error", "class", "cell", "contribution", "margin", "same"]
@@ -27,30 +33,8 @@ KINDS: tuple[Kind, ...] = ("error", "class", "cell", "contribution", "margin", "
 Records = dict[str | None, list[Record]]
 # relative difference of box sides on the same grid: only rounding
 _SAME_SIDE = 1e-6
-
-
-@dataclass(frozen=True, kw_only=True)
-class DiffOptions(Options):
-    """The options of `diff` and `opal-deploy diff`."""
-
-    out: Annotated[
-        StrPath | None, Option("Write an HTML page of the largest changes, with both overlays.", cli=Path)
-    ] = None
-    overwrite: Annotated[bool, Option("Replace --out if it exists.")] = False
-    worst: Annotated[int, Option("Largest changes on the page and in --json.", min=0)] = 20
-    tolerance: Annotated[
-        float, Option("Largest difference of contributions and margins that counts as equal.", min=0)
-    ] = 1e-3
-    fail_on: Annotated[
-        Literal["error", "class", "cell", "contribution", "margin", "any"] | None,
-        Option("Exit with 4 if any image has this kind of change or a larger one."),
-    ] = None
-    root: Annotated[StrPath, Option("Folder that the results' image names are relative to.", cli=Path)] = Path()
-    device: Device = "auto"
-    threads: Threads = None
-    images: Sequence[StrPath] = ()
-    log: Log = log_line
-    progress: ProgressChoice | None = None
+# longest side of a photograph on the page, in pixels
+_CARD_SIDE = 560
 
 
 @dataclass(frozen=True)
@@ -181,8 +165,6 @@ def diff(before: StrPath, after: StrPath, options: DiffOptions) -> DiffReport:
     if not report.paired:
         raise UsageError(f"{before}, {after}: no image is in both; expected results of the same images")
     if options.out is not None:
-        from opal_deploy.auditing.pages import write_diff
-
         names, root = (str(before), str(after)), Path(options.root)
         write_diff(Path(options.out), report, names, root, overwrite=options.overwrite)
     return report
@@ -190,8 +172,6 @@ def diff(before: StrPath, after: StrPath, options: DiffOptions) -> DiffReport:
 
 def _read(side: Path, options: DiffOptions) -> Records:
     """Return the records of results, or those that a model gives for the images."""
-    from opal_deploy.api.infer import run_inference
-
     if is_results(side):
         return group_records(find_results(side))
     if not options.images or "-" in options.images:
@@ -275,3 +255,28 @@ def _is_moved(old: Slot, new: Slot) -> bool:
     if abs((u1 - u0) - width) <= _SAME_SIDE * width and abs((v1 - v0) - height) <= _SAME_SIDE * height:
         return old.cell != new.cell
     return not (x0 <= (u0 + u1) / 2 <= x1 and y0 <= (v0 + v1) / 2 <= y1)
+
+
+def write_diff(page: Path, report: DiffReport, names: tuple[str, str], root: Path, *, overwrite: bool) -> None:
+    """Write the report as a page that needs no other file and no network; UsageError if it cannot be written.
+
+    Args:
+        names: paths of the two models or results, which are shown relative to their common folder.
+        root: folder of the images; those that are not there are left out.
+    """
+    before, after = (name.removeprefix(find_common_folder(names)) for name in names)
+    folder, sections = find_common_folder(change.image for change, _, _ in report.worst), []
+    for number, (change, *records) in enumerate(report.worst):
+        cards = [_render_card(record, 2 * number + side, folder, root) for side, record in enumerate(records)]
+        sections.append((change.image.removeprefix(folder), change, cards))
+    text = render_page(__package__, "diff", report=report, before=before, after=after, sections=sections)
+    with atomic_write(page, replace=overwrite) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def _render_card(record: Record, number: int, folder: str, root: Path) -> object:
+    """Return the report's card of a record, with its photograph if there is one."""
+    name = None if record.image is None else record.image.removeprefix(folder)
+    photograph = load_photograph(record, root, _CARD_SIDE) if isinstance(record, Answered) else None
+    source = None if photograph is None else embed_jpeg(photograph)
+    return mark_safe(render_card(replace(record, image=name), number, source))

@@ -1,55 +1,38 @@
-"""The work of `opal-deploy drift`: whether a model's answers have shifted since its validation, or another run.
-
-Light to import.
-"""
+"""The work of `opal-deploy drift`: whether a model's answers have shifted since its validation, or another run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from opal_deploy.artifact.files import check_output, compute_sha256, without_folders
-from opal_deploy.auditing.results import find_results, read_records, read_run_options
+import numpy as np
+from msgspec.structs import replace
+
+from opal_deploy.artifact.baseline import Baseline, Observations
+from opal_deploy.artifact.files import atomic_write, check_output, compute_sha256, without_folders
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.auditing.options import DriftOptions
+from opal_deploy.auditing.results import find_results, load_photograph, read_records, read_run_options
 from opal_deploy.errors import ArtifactError, UsageError, require
-from opal_deploy.options import Option, Options, StrPath, keywords
+from opal_deploy.options import StrPath, keywords
+from opal_deploy.records.evidence import observe_records
 from opal_deploy.records.record import Answered
+from opal_deploy.runtime.select import read_model_metadata
+from opal_deploy.visualization.overlay import draw_evidence, embed_jpeg
+from opal_deploy.visualization.pages import Picture, render_page
 
 if TYPE_CHECKING:
-    from opal_deploy.artifact.baseline import Baseline, Observations
-    from opal_deploy.artifact.metadata import Metadata
-    from opal_deploy.records.drift import Shift
+    from opal_deploy.records.drift import Comparison, Shift
 
 # images from which a sample can be compared at all
 _MIN_SAMPLE = 20
 # records that become observations together
 _BLOCK = 1_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class DriftOptions(Options):
-    """The options of `find_drift` and `opal-deploy drift`."""
-
-    baseline: Annotated[
-        StrPath | None,
-        Option(
-            "Model that gave the results, with its baseline.", default="the run's, in the working directory", cli=Path
-        ),
-    ] = None
-    against: Annotated[
-        StrPath | None, Option("Earlier results of the same model, to compare with instead.", cli=Path)
-    ] = None
-    max_q: Annotated[float, Option("Largest false discovery rate of a shift.", min=0, max=1)] = 0.01
-    min_effect: Annotated[float, Option("Smallest effect of a shift, 0 to 1.", min=0, max=1)] = 0.1
-    fail_on: Annotated[
-        Literal["any", "evidence"] | None,
-        Option("Exit with 4 on `any` shift, or only on shifts in the `evidence`."),
-    ] = None
-    html: Annotated[StrPath | None, Option("Write an HTML page of the ten strongest shifts.", cli=Path)] = None
-    overwrite: Annotated[bool, Option("Replace --html if it exists.")] = False
-    root: Annotated[StrPath, Option("--html: folder that the results' image names are relative to.", cli=Path)] = Path()
+# shifts on the page, pictures of each before and after, and the longest side of a picture in pixels
+_SHOWN, _PICTURES, _PICTURE_SIDE = 10, 4, 240
 
 
 @dataclass(frozen=True)
@@ -109,9 +92,7 @@ def find_drift(results: StrPath, options: DriftOptions) -> DriftReport:
         UsageError: a file cannot be read, the results are not the model's, or there are too few.
     """
     require("scipy", "drift", "drift")
-    from opal_deploy.artifact.baseline import Baseline
     from opal_deploy.records.drift import Comparison, find_smallest_shift, interpret, select_shifts
-    from opal_deploy.runtime.select import read_model_metadata
 
     path = find_results(results)
     if options.html is not None:
@@ -133,16 +114,13 @@ def find_drift(results: StrPath, options: DriftOptions) -> DriftReport:
     comparison = Comparison(now.observations, baseline, metadata.class_map)
     tests, images = comparison.list_tests(), len(now.observations)
     shifts = select_shifts(tests, options.max_q, options.min_effect)
+    smallest = find_smallest_shift(tests, (baseline.images, images), options.max_q, options.min_effect)
     report = DriftReport(
-        images, now.failed, baseline.images, reference, shifts, tests,
-        find_smallest_shift(tests, (baseline.images, images), options.max_q, options.min_effect), metadata.class_names,
+        images, now.failed, baseline.images, reference, shifts, tests, smallest, metadata.class_names,
         interpret(shifts),
     )  # fmt: skip
     if options.html is not None:
-        from opal_deploy.auditing.pages import write_drift
-
-        page, root = Path(options.html), Path(options.root)
-        write_drift(page, report, comparison, now, earlier, root, overwrite=options.overwrite)
+        _write_page(Path(options.html), report, comparison, now, earlier, options)
     return report
 
 
@@ -175,9 +153,6 @@ def _read_baseline(model: Path, metadata: Metadata) -> Baseline:
 
 def _observe(results: Path, metadata: Metadata, sha256: str) -> ObservedRun:
     """Return the observations of a run; raise UsageError for too few answers, another model or missing evidence."""
-    from opal_deploy.artifact.baseline import Observations
-    from opal_deploy.records.evidence import observe_records
-
     blocks, failed = list[Observations](), 0
     records = read_records(results)
     while block := list(islice(records, _BLOCK)):
@@ -197,3 +172,60 @@ def _observe(results: Path, metadata: Metadata, sha256: str) -> ObservedRun:
     if (count := sum(map(len, blocks))) < _MIN_SAMPLE:
         raise UsageError(f"{results}: images with an answer: {count}; expected at least {_MIN_SAMPLE} to compare")
     return ObservedRun(results, Observations.concatenate(blocks), failed)
+
+
+def _write_page(
+    page: Path,
+    report: DriftReport,
+    comparison: Comparison,
+    now: ObservedRun,
+    earlier: ObservedRun | None,
+    options: DriftOptions,
+) -> None:
+    """Write the page of the strongest shifts; it needs no other file and no network.
+
+    Args:
+        earlier: the run that was compared with, if any.
+
+    Raises:
+        UsageError: the file cannot be written, or the results cannot be read again.
+    """
+    shifts, root, names = report.shifts[:_SHOWN], Path(options.root), report.class_names
+    after = _draw_examples(now, shifts, root, is_now=True)
+    before = [[] for _ in shifts] if earlier is None else _draw_examples(earlier, shifts, root, is_now=False)
+    sections = [
+        {
+            "shift": shift, "text": shift.describe(names), "bars": comparison.list_bars(shift, names),
+            "before": old, "after": new,
+        }
+        for shift, old, new in zip(shifts, before, after, strict=True)
+    ]  # fmt: skip
+    results = without_folders(str(now.path))
+    text = render_page(__package__, "drift", report=report, results=results, earlier=earlier, sections=sections)
+    with atomic_write(page, replace=options.overwrite) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
+
+
+def _draw_examples(run: ObservedRun, shifts: Sequence[Shift], root: Path, *, is_now: bool) -> list[list[Picture]]:
+    """Return pictures of random images for each shift: now of those that show it, before of others of its class."""
+    random, chosen = np.random.default_rng(0), []
+    for shift in shifts:
+        # slots that left a place showed it before; a class is shown at both times
+        shows = shift.kind == "label" or is_now != (shift.kind == "place" and not shift.rose)
+        chosen.append(random.permutation(shift.find_images(run.observations, shows=shows))[:_PICTURES].tolist())
+    wanted = {row for rows in chosen for row in rows}
+    answered = (record for record in read_records(run.path) if isinstance(record, Answered))
+    records = {row: record for row, record in enumerate(answered) if row in wanted}
+    return [
+        list(_draw((records[row] for row in rows), root, shift.slot))
+        for shift, rows in zip(shifts, chosen, strict=True)
+    ]
+
+
+def _draw(records: Iterable[Answered], root: Path, slot: int | None) -> Iterator[Picture]:
+    """Yield the pictures of records, with the box of one slot, or of all; those that are not there are left out."""
+    for record in records:
+        if (photograph := load_photograph(record, root, _PICTURE_SIDE)) is not None:
+            slots = tuple(entry for entry in record.evidence if slot is None or entry.slot == slot)
+            draw_evidence(photograph, replace(record, evidence=slots))
+            yield Picture(embed_jpeg(photograph), record.image or "")

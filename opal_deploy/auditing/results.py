@@ -11,15 +11,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
+from opal_deploy.api.explanation import load_record_image
 from opal_deploy.artifact.files import check_regular
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.options import StrPath
 from opal_deploy.records.lines import Line, parse_json, read_lines
 from opal_deploy.records.names import unescape_name
-from opal_deploy.records.record import RECORD_SCHEMA, Record
+from opal_deploy.records.record import RECORD_SCHEMA, Answered, Record
 from opal_deploy.records.run_files import RESULTS, RUN
 from opal_deploy.records.signatures import PublicKeys, SignatureDigest
 from opal_deploy.remote import RemoteFile, parse_source
+from opal_deploy.visualization.overlay import show_photograph
 
 # ranges of positions named in a message
 _LISTED = 10
@@ -78,13 +82,29 @@ def scan_lines(results: Path) -> Iterator[Line]:
 def read_records(results: Path) -> Iterator[Record]:
     """Yield all records; raise UsageError if the file cannot be read, or a line is not a whole record."""
     for number, line in enumerate(scan_lines(results), 1):
-        yield _require_record(results, number, line)
+        if line.record is None:
+            schema = line.document.get("schema", RECORD_SCHEMA) if isinstance(line.document, dict) else RECORD_SCHEMA
+            reason = " is not a whole record of `opal-deploy infer`; the file is damaged"
+            if schema != RECORD_SCHEMA:
+                reason = f": record schema {schema!r} found, {RECORD_SCHEMA} expected; use the version that wrote it"
+            raise UsageError(f"{results}: line {number}{reason}")
+        yield line.record
 
 
 def locate_image(record: Record, root: Path) -> Path | RemoteFile:
     """Return the path (below `root`) or remote file of a record's image; raise ImageError for an unsupported URL."""
     source = parse_source(unescape_name(record.image or ""))
     return root / source if isinstance(source, Path) else source
+
+
+def load_photograph(record: Answered, root: Path, side: int) -> Image.Image | None:
+    """Return a record's photograph, at most `side` pixels a side; None if its image is gone or has changed."""
+    try:
+        photograph = show_photograph(load_record_image(record, locate_image(record, root)), record)
+    except ImageError:
+        return None
+    photograph.thumbnail((side, side))
+    return photograph
 
 
 def group_records(results: Path) -> dict[str | None, list[Record]]:
@@ -96,19 +116,6 @@ def group_records(results: Path) -> dict[str | None, list[Record]]:
         # concatenated shards may be in another order
         records.sort(key=lambda record: -1 if record.image_index is None else record.image_index)
     return groups
-
-
-def _require_record(path: Path, number: int, line: Line) -> Record:
-    """Return a line's record; raise UsageError if it is not a record of this schema."""
-    if line.record is not None:
-        return line.record
-    schema = line.document.get("schema", RECORD_SCHEMA) if isinstance(line.document, dict) else RECORD_SCHEMA
-    if schema != RECORD_SCHEMA:
-        raise UsageError(
-            f"{path}: line {number}: record schema {schema!r} found, {RECORD_SCHEMA} expected; use the opal-deploy "
-            "version that wrote it"
-        )
-    raise UsageError(f"{path}: line {number} is not a whole record of `opal-deploy infer`; the file is damaged")
 
 
 class RunRecords:
@@ -142,13 +149,14 @@ class RunRecords:
             # an extract, or answers of `serve`
             unknown = f"Not checked: whether records are missing; it needs {RESULTS} with its {RUN}"
             return [], [] if keys is None else [unknown]
+        is_shard = _options_of(document).get("shard") is not None
         if keys is not None and (fault := self._find_fault(document, keys)):
-            return [f"{RUN}: {fault}", *self._compare_positions(None, is_shard=_is_shard(document))], []
+            return [f"{RUN}: {fault}", *self._compare_positions(None, is_shard=is_shard)], []
         written = (document or {}).get("records")
         written = written if isinstance(written, dict) else {}
         count = written.get("count")
         count = count if type(count) is int and 0 <= count <= _MOST else None
-        faults = self._compare_positions(count, is_shard=_is_shard(document))
+        faults = self._compare_positions(count, is_shard=is_shard)
         if not faults and written.get("signatures_sha256") not in (None, self._signatures.hexdigest()):
             faults.append("the records are not those that the run wrote, or in another order")
         notes = [] if keys is None else [_VALID]
@@ -183,10 +191,6 @@ class RunRecords:
         answered = "" if count is None else f"{count:,} images were answered, "
         where = " (image_index)" if details else ""
         return ["; ".join([f"{answered}{self.count:,} records are here", *details]) + where]
-
-
-def _is_shard(document: dict[str, Any] | None) -> bool:
-    return _options_of(document).get("shard") is not None
 
 
 def _list_ranges(ranges: list[tuple[int, int]]) -> str:

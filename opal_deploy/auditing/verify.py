@@ -1,59 +1,43 @@
-"""The work of `opal-deploy verify`: a model against its test vectors, or recorded explanations against their model.
-
-Light to import.
-"""
+"""The work of `opal-deploy verify`: a model against its test vectors, or recorded explanations against their model."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 from opal_deploy.artifact.files import check_sha256, compute_sha256, model_kind
+from opal_deploy.auditing.options import VerifyOptions
+from opal_deploy.auditing.record_diff import Tolerance
 from opal_deploy.auditing.results import find_results, is_results, read_run_options, scan_lines
+from opal_deploy.auditing.verify_records import (
+    CheckOptions,
+    GivenImages,
+    RecordsReport,
+    sample_lines,
+    verify_records,
+    verify_signatures,
+)
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.logs import Log, ProgressChoice, WarningLine, as_progress, log_line, one_line
-from opal_deploy.options import Device, ExpectSha256, Option, RuntimeChoice, StrPath, Threads, keywords
+from opal_deploy.logs import Log, WarningLine, as_progress, one_line
+from opal_deploy.options import StrPath, keywords
+from opal_deploy.predict.prepare import InferenceOptions, raise_pillow_limit
+from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding
 from opal_deploy.records.decision import Decision
 from opal_deploy.records.signatures import PublicKeys
-
-if TYPE_CHECKING:
-    from opal_deploy.auditing.verify_records import GivenImages, RecordsReport
-    from opal_deploy.predict.prepare import InferenceOptions
-    from opal_deploy.runtime.session import Session
+from opal_deploy.runtime.devices import default_batch, default_workers
+from opal_deploy.runtime.select import open_sessions
+from opal_deploy.runtime.session import Session
+from opal_deploy.runtime.verification import verify_test_vectors, wide_batch
+from opal_deploy.sources import discovery
+from opal_deploy.sources.annotations import read_boxes
+from opal_deploy.sources.image import Skipped
 
 # findings logged
 _LISTED = 10
-_RESULTS = "Only for results"
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyOptions(Decision):
-    """The options of `verify` and `opal-deploy verify`; thresholds apply to results without a run.json."""
-
-    model: Annotated[
-        StrPath | None, Option("Results: the model that made them.", cli=Path, default="only signatures are checked")
-    ] = None
-    sample: Annotated[int, Option("Number of records to check.", min=1, panel=_RESULTS)] = 100
-    every: Annotated[bool, Option("Check all records.", flag="--all", panel=_RESULTS)] = False
-    seed: Annotated[int | None, Option("Seed of the sample.", default="a new one each time", panel=_RESULTS)] = None
-    root: Annotated[StrPath, Option("Folder that image names are relative to.", cli=Path, panel=_RESULTS)] = Path()
-    boxes: Annotated[StrPath | None, Option("The run's --boxes file.", cli=Path, panel=_RESULTS)] = None
-    public_key: Annotated[
-        tuple[StrPath, ...],
-        Option("Check all signatures with this public key (PEM); repeatable.", cli=list[Path], panel=_RESULTS),
-    ] = ()
-    device: Device = "auto"
-    threads: Threads = None
-    runtime: RuntimeChoice = "auto"
-    expect_sha256: ExpectSha256 = None
-    images: Sequence[StrPath] = ()
-    log: Log = log_line
-    progress: ProgressChoice | None = None
 
 
 @dataclass(frozen=True)
@@ -97,8 +81,6 @@ def verify(target: StrPath, options: VerifyOptions) -> Verification:
             f"{path}: records are compared with a model; give --model MODEL, or only --public-key KEY to check "
             "signatures and whether records are missing"
         )
-    from opal_deploy.auditing.verify_records import verify_signatures
-
     path = find_results(path)
     public_keys = PublicKeys(options.public_key) if options.public_key else None
     if model is not None:
@@ -109,9 +91,6 @@ def verify(target: StrPath, options: VerifyOptions) -> Verification:
 
 
 def _verify_model(path: Path, options: VerifyOptions) -> Verification:
-    from opal_deploy.runtime.select import open_sessions
-    from opal_deploy.runtime.verification import verify_test_vectors, wide_batch
-
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file; expected an exported model or results.jsonl")
     if model_kind(path) not in ("onnx", "engine"):
@@ -139,12 +118,6 @@ def _verify_model(path: Path, options: VerifyOptions) -> Verification:
 
 
 def _verify_results(path: Path, model: Path, public_keys: PublicKeys | None, options: VerifyOptions) -> Verification:
-    from opal_deploy.auditing.record_diff import Tolerance
-    from opal_deploy.auditing.verify_records import CheckOptions, sample_lines, verify_records
-    from opal_deploy.predict.prepare import raise_pillow_limit
-    from opal_deploy.runtime.select import open_sessions
-    from opal_deploy.sources.annotations import read_boxes
-
     run = read_run_options(path)
     if options.boxes is None and run.get("boxes") is not None:
         raise UsageError(f"{path}: the run cropped to boxes ({run['boxes']}); specify the file with --boxes")
@@ -194,10 +167,6 @@ def _conclude(path: Path, report: RecordsReport, document: dict[str, Any], log: 
 
 def _inference_options(run: dict[str, Any], model: Path, options: VerifyOptions, session: Session) -> InferenceOptions:
     """Return how the run prepared images, with defaults for what run.json does not state."""
-    from opal_deploy.predict.prepare import InferenceOptions
-    from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding
-    from opal_deploy.runtime.devices import default_batch, default_workers
-
     decode, max_pixels = run.get("decode"), run.get("max_pixels")
     decision = Decision.of(options).resolve(model, session.metadata, options.log)
     limits = {name: limit for name, limit in decision.limits.items() if limit is not None}
@@ -214,10 +183,6 @@ def _inference_options(run: dict[str, Any], model: Path, options: VerifyOptions,
 
 def _list_images(path: Path, options: VerifyOptions, lines: frozenset[int] | None, *, recursive: bool) -> GivenImages:
     """Return the images that the call lists, as far as they may belong to the records in `lines` (None: all)."""
-    from opal_deploy.auditing.verify_records import GivenImages
-    from opal_deploy.sources import discovery
-    from opal_deploy.sources.image import Skipped
-
     if not options.images:
         return GivenImages()
     images = [os.fspath(image) for image in options.images]

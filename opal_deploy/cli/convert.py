@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from opal_deploy.auditing.convert import ConvertOptions, convert_results
+from opal_deploy.auditing.options import ConvertOptions
 from opal_deploy.cli.console import print_json_line, print_message
 
 
@@ -20,6 +20,8 @@ def convert(
 
     Label Studio imports COCO. For tables use `infer --format csv` or `--format parquet`.
     """
+    from opal_deploy.auditing.convert import convert_results
+
     document = convert_results(results, **options.keywords())
     if options.out is None:
         print_json_line(json.dumps(document, ensure_ascii=True))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from opal_deploy.auditing.diff import DiffOptions, DiffReport
-from opal_deploy.auditing.diff import diff as compare
+from opal_deploy.auditing.options import DiffOptions
 from opal_deploy.cli.console import one_line, print_json, print_message, progress
 from opal_deploy.errors import VerificationError
+
+if TYPE_CHECKING:
+    from opal_deploy.auditing.diff import DiffReport
 
 # changes printed
 _LISTED = 10
@@ -30,6 +32,8 @@ def diff(
 
     Compares predictions, cells and contributions image by image. Use it before replacing a model.
     """
+    from opal_deploy.auditing.diff import diff as compare
+
     with progress("images") as advance:
         options = replace(options, images=tuple(images or ()), log=print_message, progress=advance)
         report = compare(before, after, **options.keywords())

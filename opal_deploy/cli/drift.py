@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from opal_deploy.auditing.drift import DriftOptions, DriftReport, find_drift
+from opal_deploy.auditing.options import DriftOptions
 from opal_deploy.cli.console import one_line, print_json, print_message
 from opal_deploy.errors import VerificationError
+
+if TYPE_CHECKING:
+    from opal_deploy.auditing.drift import DriftReport
 
 # shifts printed
 _LISTED = 10
@@ -26,6 +29,8 @@ def drift(
     shift has a q-value of at most --max-q and an effect of at least --min-effect. Exits with 0 even if there are
     shifts, unless with --fail-on.
     """
+    from opal_deploy.auditing.drift import find_drift
+
     report = find_drift(results, **options.keywords())
     _print_report(report)
     if report.shifts and options.fail_on is None:

@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from opal_deploy.auditing.verify import VerifyOptions
-from opal_deploy.auditing.verify import verify as verify_target
+from opal_deploy.auditing.options import VerifyOptions
 from opal_deploy.cli.console import print_json, print_message, progress
 from opal_deploy.errors import ExitCode, VerificationError
 
@@ -36,6 +35,8 @@ def verify(
     checks all signatures, even without --model. Exit code 4: a record differs, is missing or repeated, or has no
     valid signature. Exit code 3: nothing is wrong, but some images to check are missing.
     """
+    from opal_deploy.auditing.verify import verify as verify_target
+
     with progress("records") if options.model is not None else nullcontext() as advance:
         options = replace(options, images=tuple(images or ()), log=print_message, progress=advance)
         done = verify_target(target, **options.keywords())

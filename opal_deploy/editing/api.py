@@ -71,11 +71,6 @@ class EditOptions(Options):
     log: Log = log_line
     progress: ProgressChoice | None = None
 
-    def evaluate_options(self) -> EvaluateOptions:
-        """Return the options with which the data set is read and measured."""
-        names = (*_OF_DATA, "device", "threads", "log", "progress")
-        return EvaluateOptions(**{name: getattr(self, name) for name in names})
-
     def repeat(self, model: Path, drop: Sequence[str] = (), *, folders: bool = True) -> list[str]:
         """Return the command that takes these slots out, measured on the same images; see `to_arguments`."""
         out = f"{model.stem}.edited{model.suffix}"
@@ -140,7 +135,9 @@ def edit_model(model: StrPath | Model, options: EditOptions) -> EditResult:
         require("torch", "train", "reading a data set")
         from opal_deploy.editing.scores import score_data
 
-        data = score_data(path, metadata, Path(options.data), options.evaluate_options())
+        names = (*_OF_DATA, "device", "threads", "log", "progress")
+        measured = EvaluateOptions(**{name: getattr(options, name) for name in names})
+        data = score_data(path, metadata, Path(options.data), measured)
         if drop:
             effect = data.scores.compare(metadata.class_map, metadata.class_map.drop(drop))
         if options.suggest:

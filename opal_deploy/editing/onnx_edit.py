@@ -19,7 +19,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.export.candidate import ExportCandidate, SampledReference
 from opal_deploy.export.exporter import stage_onnx
 from opal_deploy.export.graph_edit import with_class_map
-from opal_deploy.export.images import Pixels, choose_images
+from opal_deploy.export.images import choose_images
 from opal_deploy.export.onnx_source import reference_runner
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.runtime.onnx_session import OnnxSession
@@ -41,23 +41,18 @@ def write_edited_onnx(path: Path, edited: Metadata, out: Path, options: ExportOp
     model = onnx.load(path)
     answer = reference_runner(model, session)
 
-    def run(pixels: Pixels) -> Reference:
-        return _drop(answer(pixels), edited)
+    def drop(reference: Reference) -> Reference:
+        return replace(reference, outputs=drop_slots(reference.outputs, edited))
 
     choice = choose_images(edited, options, calibrate=False, torchvision=False)
     vectors = test_vectors.unpack(edited.test_vectors, str(path))
     candidate = ExportCandidate(
         with_class_map(model, edited),
         edited,
-        SampledReference(choice.verification, run),
+        SampledReference(choice.verification, lambda pixels: drop(answer(pixels))),
         reference_name=f"{path.name} in {session.description}, slots dropped in closed form",
-        test_vectors=_drop(vectors, edited),
+        test_vectors=drop(vectors),
         unverified=f"made from {path.name}, which was {edited.unverified}" if edited.unverified else "",
     )
     with stage_onnx(candidate, out, options):
         pass
-
-
-def _drop(reference: Reference, metadata: Metadata) -> Reference:
-    """Return the reference of the model with the slots of `metadata`."""
-    return replace(reference, outputs=drop_slots(reference.outputs, metadata))

@@ -17,14 +17,7 @@ from opal_deploy.editing.suggestions import Suggestion
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.visualization.boxes import SlotBox, draw_boxes
 from opal_deploy.visualization.overlay import embed_jpeg
-from opal_deploy.visualization.pages import (
-    Picture,
-    json_script,
-    mark_safe,
-    read_asset,
-    read_class_map_script,
-    render_page,
-)
+from opal_deploy.visualization.pages import Picture, json_script, read_asset, read_class_map_script, render_page
 
 _STRONGEST, _CHANGED = 4, 60
 _SIDE = 160
@@ -51,8 +44,7 @@ def write_page(
     Raises:
         UsageError: the file cannot be written.
     """
-    metadata = data.metadata
-    scores = data.scores.values
+    metadata, scores = data.metadata, data.scores.values
     live = metadata.is_opal and scores.size <= _MAX_SCORES
     document = {
         "command": shlex.join(command[:3]),
@@ -67,7 +59,7 @@ def write_page(
         __package__, "edit", script=read_class_map_script() + read_asset(__package__, "edit.js"), model=command[2],
         live=live, images_count=len(scores), split=data.split, data=data.root.name, effect=effect,
         rows=list(_build_rows(data, drop, suggestions)), suggestions=bool(suggestions),
-        changed=list(_list_changed(data, effect)), document=mark_safe(json_script("data", document)),
+        changed=list(_list_changed(data, effect)), document=json_script("data", document),
     )  # fmt: skip
     with atomic_write(page, replace=overwrite) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
@@ -102,8 +94,9 @@ def _draw_strongest(data: ScoredData, channel: int) -> Iterator[Picture]:
 def _list_changed(data: ScoredData, effect: Effect | None) -> Iterator[dict[str, Any]]:
     """Yield the first images whose answer changes."""
     names = data.metadata.class_names
-    for row in [] if effect is None else effect.changed[:_CHANGED].tolist():
-        assert effect is not None
+    if effect is None:
+        return
+    for row in effect.changed[:_CHANGED].tolist():
         label, before, after = (int(values[row]) for values in (effect.labels, effect.before, effect.after))
         path = data.samples[row].path
         yield {

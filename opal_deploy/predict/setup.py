@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from opal_deploy.artifact.engine_file import Sidecar
 from opal_deploy.artifact.files import check_sha256, compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.logs import Log, WarningLine, log_line
 from opal_deploy.options import RuntimeName
-
-if TYPE_CHECKING:
-    from opal_deploy.artifact.engine_file import Sidecar
-    from opal_deploy.runtime.session import Session
+from opal_deploy.runtime.devices import parse_device, split_devices
+from opal_deploy.runtime.onnx_session import cuda_is_usable
+from opal_deploy.runtime.select import find_model, find_newest_run, open_sessions, read_model_metadata
+from opal_deploy.runtime.session import Session
+from opal_deploy.runtime.tensorrt import find_incompatibility_here
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,6 @@ def load_model(
         UsageError: the device does not exist, or the runtime does not support the model.
         MissingExtra: the runtime is not installed.
     """
-    from opal_deploy.runtime.select import open_sessions, read_model_metadata
-
     path = path or find_default_model(device, runtime, log)
     if elsewhere and not path.is_file():
         raise ArtifactError(f"{path}: no such model; expected a file of `opal-deploy export`, or a checkpoint")
@@ -68,11 +67,6 @@ def find_default_model(
     Searches the working directory or, if it has no model, the newest run below `runs` that has one. Errors name
     `option` as the way to give a model.
     """
-    from opal_deploy.runtime.devices import parse_device, split_devices
-    from opal_deploy.runtime.onnx_session import cuda_is_usable
-    from opal_deploy.runtime.select import find_model, find_newest_run
-    from opal_deploy.runtime.tensorrt import find_incompatibility_here
-
     # the first device decides: a session refuses devices of different kinds
     _, index = parse_device(split_devices(device)[0])
 

@@ -40,8 +40,8 @@ _FAMILIES = 3
 _MIN_ANSWERS = 10
 # a bit more than half a unit in the last of a baseline's digits, and the smallest number that has such digits
 _HALF_UNIT, _SMALLEST = 0.501, 1e-12
-# share of the largest change, and bars of a histogram
-_ABOUT_AS_MUCH, _RANGES = 0.9, 15
+# share of the largest change; ranges of a distribution and classes that have bars
+_ABOUT_AS_MUCH, _RANGES, _CLASSES = 0.9, 15, 10
 # name, and shares before and after
 Bar = tuple[str, float, float]
 
@@ -90,18 +90,24 @@ class Shift:
         change, side = ("rose", "above") if self.rose else ("fell", "below")
         return f"{subject}{_WORDS[self.kind]} {change}: {after} answers {side} {self.value:.3g}, {before} before"
 
-    def find_cases(self, observations: Observations) -> NDArray[np.bool_]:
-        """Return which of N images show the shift: its class, its place, or a value beyond `value`."""
-        attribute = {"score": "scores", "contribution": "contributions", "place": "places"}.get(self.kind, self.kind)
-        cases = np.ones(len(observations), np.bool_)
-        if self.kind != "label":
-            values = getattr(observations, attribute)
-            values = values if self.slot is None else values[:, self.slot]
-            if self.place is not None:
-                cases = values == self.place
-            else:
-                cases = values > self.value if self.rose else values < self.value
-        return cases if self.class_id is None else cases & (observations.class_ids == self.class_id)
+    def find_images(self, observations: Observations, *, shows: bool) -> NDArray[np.intp]:
+        """Return the rows of the images that show the shift, or of the others that could have.
+
+        Images show it by their class, the slot's place, or a value beyond `value`. A slot's others have its class.
+        """
+        own = observations.class_ids == self.class_id
+        if self.kind == "label":
+            return np.flatnonzero(own == shows)
+        if self.slot is None:
+            own, values = np.ones_like(own), getattr(observations, self.kind)
+        else:
+            # attributes of slots are in the plural
+            values = getattr(observations, f"{self.kind}s")[:, self.slot]
+        if self.place is not None:
+            cases = values == self.place
+        else:
+            cases = values > self.value if self.rose else values < self.value
+        return np.flatnonzero(own & (cases == shows))
 
     def to_dict(self, class_names: Sequence[str]) -> dict[str, Any]:
         """Return the shift for JSON, with the names of its class and place, and in words."""
@@ -192,18 +198,19 @@ class Comparison:
         families = self._compare_labels(), self._compare_quantities(), self._compare_slots()
         return [test for family in families for test in _adjust(list(family))]
 
-    def list_bars(self, shift: Shift) -> list[Bar]:
+    def list_bars(self, shift: Shift, class_names: Sequence[str]) -> list[Bar]:
         """Return the bars of a shift: each bar's meaning, and its share of the answers before and after.
 
-        Bars are the `PLACES`, or the ranges between the baseline's quantiles; for labels, classes by number as texts.
+        Bars are the `PLACES`, the ranges between the baseline's quantiles, or the classes whose share changed most.
         """
         if shift.class_id is None:
             values = getattr(self._now, shift.kind)
             return _list_ranges(self._baseline.quantiles[shift.kind], LEVELS, values[~np.isnan(values)])
         if shift.slot is None:
             before = np.array(self._baseline.classes) / self._baseline.images
-            shares = zip(before.tolist(), (self._class_counts / len(self._now)).tolist(), strict=True)
-            return [(str(class_id), old, new) for class_id, (old, new) in enumerate(shares)]
+            after = self._class_counts / len(self._now)
+            most = np.argsort(-np.abs(after - before), kind="stable")[:_CLASSES].tolist()
+            return [(class_names[class_id], float(before[class_id]), float(after[class_id])) for class_id in most]
         slot = self._slots[shift.class_id, shift.slot]
         if shift.kind != "place":
             return _list_ranges(getattr(slot.measured, shift.kind), SLOT_LEVELS, getattr(slot, shift.kind))

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from opal_deploy.artifact.files import read_toml
 from opal_deploy.errors import UsageError, suggest_names
 from opal_deploy.remote import RemoteFile, is_url, redact
 
@@ -115,9 +116,6 @@ def read_slot_names(path: Path, class_names: Sequence[str], class_map: ClassMap)
     Raises:
         UsageError: the file cannot be read or is not TOML, a class or slot is not the model's, or a name is not text.
     """
-    # `schema` works without numpy
-    from opal_deploy.artifact.files import read_toml
-
     try:
         document = read_toml(path)
     except OSError as error:

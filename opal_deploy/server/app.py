@@ -43,8 +43,6 @@ from opal_deploy.visualization.pages import load_templates, read_asset, read_evi
 T = TypeVar("T")
 VERSION = "1"
 _JSON_SIZE = "Inference-Header-Content-Length"
-# JSON of this size is parsed in well under a millisecond
-_SMALL_JSON = 64 << 10
 _PACKAGE = "opal_deploy.server"
 # of responses with an error record, by its code; 422 for all others
 _STATUS = {
@@ -134,9 +132,8 @@ class _Handlers:
         async with self._state.bodies.read(request) as body:
             inputs, outputs = model.specs(explains=explains)
             json_size = _read_json_size(request, len(body))
-            arguments = (body, json_size, inputs, outputs, model.service.capacity)
-            is_small = json_size <= _SMALL_JSON
-            parsed = parse_request(*arguments) if is_small else await asyncio.to_thread(parse_request, *arguments)
+            # long JSON would hold up the other requests
+            parsed = await asyncio.to_thread(parse_request, body, json_size, inputs, outputs, model.service.capacity)
             request.state.images = len(next(iter(parsed.inputs.values())))
             run = _infer_records if explains else _infer_pixels
             tensors = await run(self._state, model, parsed)

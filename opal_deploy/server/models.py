@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 
@@ -68,16 +68,13 @@ class ServedModel:
 
     def specs(self, *, explains: bool) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
         """Return the inputs and outputs of the model, or of its explain model."""
-        return _EXPLAIN_SPECS if explains else self._specs
-
-    @cached_property
-    def _specs(self) -> tuple[Sequence[TensorSpec], Sequence[TensorSpec]]:
-        metadata = self.metadata
-        names = {dtype: name for name, dtype in DTYPES.items()}
-        outputs = {name: tensor_specs(metadata)[name] for name in metadata.outputs}
+        if explains:
+            return _EXPLAIN_SPECS
+        names, known = {dtype: name for name, dtype in DTYPES.items()}, tensor_specs(self.metadata)
         # the session normalises where the graph does not; in Triton every tensor has a dimension besides N
-        return [TensorSpec("images", "UINT8", (-1, *metadata.input_size, 3))], [
-            TensorSpec(name, names[np.dtype(dtype)], (-1, *(shape or (1,)))) for name, (shape, dtype) in outputs.items()
+        return [TensorSpec("images", "UINT8", (-1, *self.metadata.input_size, 3))], [
+            TensorSpec(name, names[np.dtype(dtype)], (-1, *(shape or (1,))))
+            for name, (shape, dtype) in ((name, known[name]) for name in self.metadata.outputs)
         ]
 
 
@@ -111,7 +108,12 @@ class ServerState:
     def load(
         self, name: str, path: Path, sessions: Sequence[Session], sha256: str | None, signer: Signer | None = None
     ) -> ServedModel:
-        """Start a model with the server's options; raise UsageError for one that it lacks, and as `start`."""
+        """Warm up a model with the server's options, one session per device.
+
+        Raises:
+            UsageError: the model does not support an option.
+            StoppedEarly: a device was lost, or no decoder starts.
+        """
         options, metadata, log = self.options, sessions[0].metadata, self.log.message
         check_model(path, metadata, explain=False, boxed=True, top=options.top, log=log)
         if metadata.crop == "boxes":
@@ -122,20 +124,13 @@ class ServerState:
             decode_timeout=options.decode_timeout, top=options.top,
             decision=Decision.of(options).resolve(path, metadata, log), model_sha256=sha256,
         )  # fmt: skip
-        return self.start(name, path, sessions, inference, signer)
-
-    def start(
-        self, name: str, path: Path, sessions: Sequence[Session], inference: InferenceOptions,
-        signer: Signer | None = None,
-    ) -> ServedModel:  # fmt: skip
-        """Warm up a model, one session per device; raise StoppedEarly if a device was lost, or no decoder starts."""
         # blank batches of 1, 2, 4, ... and all images: an engine plans each size when it first meets it
         for size in sorted({min(1 << power, inference.batch) for power in range(inference.batch.bit_length() + 1)}):
             for session in sessions:
-                session.run(np.zeros((size, *session.metadata.input_size, 3), np.uint8))
+                session.run(np.zeros((size, *metadata.input_size, 3), np.uint8))
         service = Service(
-            sessions, inference, max_wait=self.options.max_wait / 1e3,
-            capacity=self.options.queue or _QUEUED_BATCHES * inference.batch,
+            sessions, inference, max_wait=options.max_wait / 1e3,
+            capacity=options.queue or _QUEUED_BATCHES * inference.batch,
             observe=partial(self.metrics.observe, name),
         )  # fmt: skip
         # one file per decode process starts them all

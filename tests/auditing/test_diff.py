@@ -8,8 +8,7 @@ import pytest
 from PIL import Image
 
 from opal_deploy.artifact.files import compute_sha256
-from opal_deploy.auditing.diff import KINDS, compare_results
-from opal_deploy.auditing.pages import write_diff
+from opal_deploy.auditing.diff import KINDS, compare_results, write_diff
 from opal_deploy.auditing.results import group_records
 from opal_deploy.errors import UsageError
 from opal_deploy.records.build import error_record

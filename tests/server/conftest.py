@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.server import process
 from opal_deploy.server.app import create_app
 from opal_deploy.server.models import ServerState
@@ -33,20 +32,19 @@ class Running:
 
 @pytest.fixture(scope="session")
 def serving():
-    """A context manager that serves sessions by name; `limits` are options of `ServeOptions`."""
+    """A context manager that serves sessions by name; `options` are those of `ServeOptions`."""
     return _serving
 
 
 @contextmanager
-def _serving(sessions, *, path=Path("model.onnx"), limits=None, token=None, log=None, signer=None, **options):
-    inference = InferenceOptions(**{"batch": 4, "workers": 2, **options})
+def _serving(sessions, *, path=Path("model.onnx"), token=None, log=None, signer=None, **options):
     with ExitStack() as stack:
         # no request is on its way when a test ends
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(process, "_LAST_CALL_SECONDS", 0)
-        state = ServerState(ServeOptions(**({"queue": 64} | (limits or {}))), token=token, log=log)
+        state = ServerState(ServeOptions(**({"queue": 64, "batch": 4, "workers": 2} | options)), token=token, log=log)
         stack.callback(state.close)
         for name, session in sessions.items():
-            state.start(name, path, [session], inference, signer)
+            state.load(name, path, [session], None, signer)
         placeholder = process.bind("127.0.0.1", 0)
         port, stopping, listening = placeholder.getsockname()[1], threading.Event(), threading.Event()
         serve = process.serve_app(create_app(state), state, placeholder, stopping.is_set, listening.set)

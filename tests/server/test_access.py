@@ -14,7 +14,7 @@ from tests.bright import BrightSession
 @pytest.fixture(scope="module")
 def foreign(serving: Callable) -> Iterator[tuple[Any, Any]]:
     with (
-        serving({"light": BrightSession()}, limits={"allowed_host": ("example.org",)}) as open_server,
+        serving({"light": BrightSession()}, allowed_host=("example.org",)) as open_server,
         serving({"light": BrightSession()}, token="s3cret") as locked,
     ):
         yield open_server, locked

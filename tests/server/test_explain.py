@@ -55,7 +55,7 @@ def test_an_image_gives_the_record_of_explain(serving, exact_model, edited_model
 
 
 def test_a_bad_image_is_refused_with_the_code_of_its_error_record_and_a_wrong_call_with_its_reason(serving):
-    with serving({"light": BrightSession()}, isolate=True, max_pixels=100_000) as running:
+    with serving({"light": BrightSession()}, max_pixels=100_000) as running:
         for data, status, code in (
             (b"no picture", 415, "not_an_image"),
             (b"", 422, "empty_file"),
@@ -73,7 +73,7 @@ def test_a_bad_image_is_refused_with_the_code_of_its_error_record_and_a_wrong_ca
 def test_served_records_are_written_to_a_file(serving, tmp_path):
     path = tmp_path / "records.jsonl"
     for data in (png(30, 30), b"no image"):
-        with serving({"light": BrightSession()}, limits={"records": path}) as running:
+        with serving({"light": BrightSession()}, records=path) as running:
             answer = ask(running, data)
     with path.open("rb") as stream:
         ok, failed = (line.document for line in read_lines(stream))
@@ -82,7 +82,7 @@ def test_served_records_are_written_to_a_file(serving, tmp_path):
     with pytest.raises(UsageError, match="--records"):
         ServerState(ServeOptions(records=tmp_path))
     # a full disk costs records, not answers
-    with serving({"light": BrightSession()}, limits={"records": "/dev/full"}) as running:
+    with serving({"light": BrightSession()}, records="/dev/full") as running:
         assert ask(running, png(30, 30)).status_code == 200
 
 

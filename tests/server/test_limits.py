@@ -19,7 +19,6 @@ import yaml
 from PIL import Image
 from starlette.exceptions import HTTPException
 
-from opal_deploy.records.decision import Decision
 from opal_deploy.server import process
 from opal_deploy.server.bodies import MAX_JSON_VALUES, BadRequest, inflate, parse_request
 from opal_deploy.server.telemetry import ServerLog
@@ -32,7 +31,7 @@ RULES = Path(__file__).parents[2] / "deploy/prometheus/alerts.yaml"
 
 @pytest.fixture(scope="module")
 def server(serving):
-    with serving({"light": BrightSession()}, limits={"max_body": 1}) as running:
+    with serving({"light": BrightSession()}, max_body=1) as running:
         yield running
 
 
@@ -170,7 +169,7 @@ HEAD = b"POST /explain HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n"
 )
 def test_a_slow_client_is_given_up_and_its_place_goes_to_another(serving, monkeypatch, start, status):
     monkeypatch.setattr(process, "_HEAD_SECONDS", 0.5)
-    with serving({"light": BrightSession()}, limits={"upload_timeout": 0.5, "max_connections": 2}) as running:
+    with serving({"light": BrightSession()}, upload_timeout=0.5, max_connections=2) as running:
         slow = [running.connect() for _ in range(2)]
         for client in slow:
             client.sendall(start)
@@ -187,7 +186,7 @@ def held(serving):
     with ExitStack() as stack:
 
         def start(**limits):
-            running = stack.enter_context(serving({"light": session}, batch=1, limits={"max_wait": 0, **limits}))
+            running = stack.enter_context(serving({"light": session}, batch=1, max_wait=0, **limits))
             session.batches.clear()
             hold = session.hold = threading.Event()
             pool = stack.enter_context(ThreadPoolExecutor(8))
@@ -245,7 +244,7 @@ def test_a_lost_device_makes_the_server_unwell_and_end(serving):
 
 
 def test_requests_are_logged_and_counted(serving, capsys):
-    with serving({"light": BrightSession()}, log=ServerLog("json"), decision=Decision(min_margin=2.0)) as running:
+    with serving({"light": BrightSession()}, log=ServerLog("json"), min_margin=2.0) as running:
         for data in (picture(), b"junk"):
             httpx.post(f"{running.url}/explain", content=data, headers={"X-Request-ID": "mine"})
         httpx.get(f"{running.url}/v2/models/%0anone")

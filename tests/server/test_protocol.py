@@ -130,7 +130,7 @@ class TopSession(BrightSession):
 
 
 def test_a_graph_that_lists_its_best_classes_gives_these(serving):
-    with serving({"light": TopSession()}) as running, triton.InferenceServerClient(running.host) as client:
+    with serving({"light": TopSession()}, top=1) as running, triton.InferenceServerClient(running.host) as client:
         described = client.get_model_metadata("light")["outputs"]
         found = client.infer("light", [tensor("images", np.full((3, 32, 32, 3), 200, np.uint8), "UINT8")])
     for output in described:

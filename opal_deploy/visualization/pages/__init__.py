@@ -22,6 +22,7 @@ from opal_deploy.visualization.style import COLORS, count_of, escape_unprintable
 
 if TYPE_CHECKING:
     import jinja2
+    import markupsafe
 
 _COMPONENTS = "components.html.jinja"
 
@@ -126,7 +127,7 @@ def content_digest(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def mark_safe(text: str) -> object:
+def mark_safe(text: str) -> markupsafe.Markup:
     """Return our own text, such as a style sheet, that templates insert as it is."""
     import markupsafe
 
@@ -135,16 +136,12 @@ def mark_safe(text: str) -> object:
 
 def _breakable(text: str) -> object:
     """Return a name with allowed line breaks after folders and words."""
-    import markupsafe
-
-    return markupsafe.Markup("<wbr>").join(re.split(r"(?<=[/_])", text))
+    return mark_safe("<wbr>").join(re.split(r"(?<=[/_])", text))
 
 
 def _explained(text: str) -> object:
     """Return a text with the glossary's sentences about its first word, perhaps a plural, as a tooltip."""
-    import markupsafe
-
     word = text.split(" ")[0].lower()
     if (meaning := GLOSSARY.get(word) or GLOSSARY.get(word.removesuffix("s"))) is None:
         return text
-    return markupsafe.Markup('<abbr title="{}">{}</abbr>').format(meaning, text)
+    return mark_safe('<abbr title="{}">{}</abbr>').format(meaning, text)
