@@ -17,6 +17,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 if TYPE_CHECKING:
+    import opal_deploy
     from opal_deploy.runtime.onnx_session import OnnxSession
 
 # before anything imports PyTorch: the networks of most tests are tiny, and a second thread is waited for
@@ -106,6 +107,14 @@ def exact_session(exact_model: Path) -> OnnxSession:
     from opal_deploy.runtime.onnx_session import OnnxSession
 
     return OnnxSession(exact_model, device="cpu", threads=1)
+
+
+@pytest.fixture(scope="session")
+def model(exact_model: Path) -> opal_deploy.Model:
+    """`exact_model` as Python users load it, on one thread; whoever changes it loads another."""
+    import opal_deploy
+
+    return opal_deploy.load(exact_model, device="cpu", threads=1)
 
 
 def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
@@ -228,11 +237,6 @@ def lite0_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("weights") / "lite0.safetensors"
     save_file({name: value.contiguous() for name, value in zip(names, weights.values(), strict=True)}, path)
     return path
-
-
-@pytest.fixture(scope="session")
-def imagenet_samples() -> Path:
-    return _data("imagenet_samples")
 
 
 @pytest.fixture(scope="session")

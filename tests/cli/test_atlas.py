@@ -87,12 +87,6 @@ def test_a_data_set_whose_lists_cannot_be_read_is_refused(run, place):
     assert "or use every image, labelled by its folder, with --plain" in done.stderr
 
 
-def test_a_bad_image_is_counted(run, place):
-    (place / "set/left/bad.png").write_bytes(b"no image")
-    assert "1 failed" in run("atlas", "set", "--plain", "--out", "b", code=3).stderr
-    assert read_atlas(place, "b")["data"]["answered"] == 12
-
-
 def test_a_sheet_shows_other_images_of_the_predicted_class_and_the_names_in_the_atlas(run, place):
     document = read_atlas(place)
     labels = [json.dumps(each["name"], ensure_ascii=False) for each in document["classes"]]

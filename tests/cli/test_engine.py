@@ -30,16 +30,6 @@ def engine(built):
     return built / "ckpt.fp16.sm80.rtx.engine"
 
 
-def test_running_it_is_refused_in_one_line(opal, engine, make_pictures, tmp_path):
-    make_pictures(tmp_path / "in", 1)
-    done = opal("infer", "in", "--explain", "--model", engine, cwd=tmp_path)
-    assert done.returncode == 2
-    line = done.stderr.splitlines()[-1]
-    assert "engines run only on NVIDIA GPUs: no NVIDIA driver found" in line
-    assert "ckpt.fp16.onnx --trt --rebuild --batch 1:2:4" in line
-    assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
 def test_inspect_describes_it_without_running_it_and_shows_damage(opal, engine, tmp_path):
     shown = opal("inspect", engine).stderr
     for part in ("tensorrt-rtx 1.", "sm80, batches 1:2:4", "ckpt.fp16.onnx", "unverified", "matches the file"):

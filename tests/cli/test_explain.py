@@ -62,19 +62,13 @@ def test_a_known_label_stands_beside_the_answer_with_a_mark(run, tmp_path):
         assert f"in/{number:03}.png: {answers[number]} {note}" in done.stderr
 
 
-def test_a_sheet_that_is_there_is_not_replaced_unasked(run, tmp_path):
-    (tmp_path / "a.png").write_text("mine")
-    assert "a.png: the file exists" in run("explain in/000.png --out a.png", 2).stderr
-    assert (tmp_path / "a.png").read_text() == "mine"
-    run("explain in/000.png --out a.png --overwrite")
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "complaint"),
     [
         ("in --out a.png", 2, "--out a.png: is one file, but there may be several images"),
         ("in/000.png --out a.jpg", 2, "expected a .png or .svg file"),
         ("in/000.png --out in/000.png --overwrite", 2, "this call reads that file"),
+        ("in/000.png --out in/001.png", 2, "in/001.png: the file exists"),
         ("in/000.png --atlas in", 2, "in/atlas.json: cannot be read"),
         ("in/000.png --slot-names nowhere", 2, "nowhere: cannot be read"),
         ("nowhere.png", 2, "nowhere.png: no such file"),

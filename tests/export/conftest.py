@@ -25,17 +25,6 @@ def _images_drawn_once():
 
 
 @pytest.fixture(scope="session")
-def overflowing():
-    """A tiny network whose activations overflow float16 although no weight does."""
-    checkpoint = build_checkpoint(seed=3)
-    body = checkpoint.network.backbone.body
-    body.first.weight.data.mul_(3e4)
-    body.first.bias.data.mul_(3e4)
-    body.second.weight.data.div_(3e4)
-    return checkpoint
-
-
-@pytest.fixture(scope="session")
 def resnet18():
     return build_checkpoint("resnet18", HeadConfig(epsilon=0.1))
 

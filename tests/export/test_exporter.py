@@ -72,11 +72,6 @@ class TestFromACheckpoint:
         assert {kind for name, kind in weights.items() if "classifier" in name} == {TensorProto.FLOAT}
         assert {kind for name, kind in weights.items() if "classifier" not in name} == {TensorProto.FLOAT16}
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small"])
-    def test_real_architectures_pass_in_half_precision(self, write_onnx, tmp_path, name):
-        assert write_onnx(build_checkpoint(name, size=(64, 64)), tmp_path / "c.onnx", "fp16").comparison
-
 
 def test_a_checkpoint_that_is_named_like_a_precision_is_refused():
     with pytest.raises(UsageError, match="ends like a precision"):
