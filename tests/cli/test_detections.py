@@ -42,7 +42,7 @@ def trap(tmp_path, make_pictures):
 
 
 def test_each_animal_is_a_record_and_a_classification_of_its_detection(tmp_path, exact_model, trap, opal):
-    fixed = ["in", "--boxes", trap, "--threads", "1", "--model", exact_model]
+    fixed = ["in", "--boxes", trap, "--threads", "1", "--no-isolate", "--model", exact_model]
     done = check(opal("infer", *fixed, "--out", "out", cwd=tmp_path), 3)
     assert "2 animals with a confidence of at least 0.2, one record each; " in done.stderr
     records = read_results(tmp_path / "out")

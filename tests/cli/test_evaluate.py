@@ -220,7 +220,16 @@ def test_the_generated_set_has_parts_and_foreground(metrics, lines, tmp_path, op
     assert "on a distinguishing part" in "\n".join(lines)
 
     # the report and inspect say what was measured, once it is recorded in the model
-    explain = ("infer", data.root / "test" / "bimlu", "--model", path, "--explain", "--out", tmp_path / "explained")
+    explain = (
+        "infer",
+        data.root / "test" / "bimlu",
+        "--model",
+        path,
+        "--explain",
+        "--out",
+        tmp_path / "explained",
+        "--no-isolate",
+    )
     assert "pointing_game" not in metrics(data.root, path, parts=False, record=True)
     line = "not measured (no boxes, masks or parts)"
     assert opal(*explain).returncode == 0

@@ -72,7 +72,7 @@ def test_no_verify_is_on_record_and_infer_repeats_it(opal, folder, make_pictures
     exported = opal("export", "c.onnx", "--precision", "fp16", "--no-verify", cwd=folder)
     assert "NOT VERIFIED: exported with --no-verify" in exported.stderr
     make_pictures(folder / "in", 1)
-    inferred = opal("infer", "in", "--model", "c.fp16.onnx", cwd=folder)
+    inferred = opal("infer", "in", "--model", "c.fp16.onnx", "--no-isolate", cwd=folder)
     assert inferred.returncode == 0
     assert "NOT VERIFIED: this model was exported with --no-verify" in inferred.stderr
     assert "NO: exported with --no-verify" in opal("inspect", "c.fp16.onnx", cwd=folder).stderr
@@ -135,12 +135,8 @@ def test_an_onnx_file_needs_no_torch_and_the_document_names_engines_that_are_kep
     [
         (["--target", "a100"], "--target: only with --trt"),
         (["--trt", "--out", "x.engine"], "--out x.engine: expected a folder with --trt"),
-        (["--trt", "--target", "h100"], "sm90 (H100, H200)"),
-        (["--trt", "--precision", "int8"], "--precision int8 needs --calibrate DIR"),
         (["--trt", "--calibrate", "."], "only int8 is calibrated"),
-        (["--trt", "--precision", "fp32", "--outputs", "attention"], "inputs and outputs are fixed in an ONNX"),
         (["--precision", "fp16", "--top-k", "3"], "--top-k: only for --outputs topk; add that"),
-        (["--trt", "--precision", "fp32", "--outputs", "topk"], "built as it is; leave out --outputs"),
         (["--trt", "--precision", "fp32", "--images", "nowhere"], "built as it is; leave out --images"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

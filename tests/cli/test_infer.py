@@ -19,10 +19,10 @@ def pictures(tmp_path, make_pictures):
 
 @pytest.fixture
 def infer(opal, exact_model, tmp_path):
-    """`infer` with the model and an --out given, in an empty folder."""
+    """`infer` with the model and an --out given, in an empty folder; images are decoded in this process."""
 
     def run(*arguments, model=exact_model, out="out", **options):
-        fixed = [*(["--model", model] if model else []), *(["--out", out] if out else []), "--threads", "1"]
+        fixed = ["--model", model, "--out", out, "--threads", "1", "--no-isolate"]
         return opal("infer", *arguments, *fixed, cwd=tmp_path, **options)
 
     return run
@@ -81,11 +81,6 @@ def test_options_reach_the_records_and_the_summary(infer, pictures, tmp_path):
     assert (document["images"], document["statuses"], document["errors"]) == (2, {"abstained": 2}, {})
     assert document["out"] == "out"
     assert 0 < document["seconds_to_first_record"] <= document["seconds"]
-
-
-def test_a_shard_without_images_is_a_run_without_records(infer, pictures, tmp_path):
-    check(infer("in", "--shard", "9/9"))
-    assert read_results(tmp_path / "out/shards/9-of-9") == []
 
 
 @pytest.mark.parametrize(

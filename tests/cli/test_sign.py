@@ -35,7 +35,9 @@ def infer(opal, exact_model, folder):
     def run(out, *arguments, key="key.pem", code=3):
         signs = ("--sign", key) if key else ()
         device = () if "--ray" in arguments else CPU
-        call = opal("infer", "in", "--model", exact_model, *device, "--out", out, *signs, *arguments, cwd=folder)
+        call = opal(
+            "infer", "in", "--model", exact_model, "--no-isolate", *device, "--out", out, *signs, *arguments, cwd=folder
+        )
         assert call.returncode == code, call.stderr
         return call
 
@@ -78,14 +80,6 @@ def last_line(done, code=4):
     return done.stderr.splitlines()[-1]
 
 
-def test_a_changed_record_is_found_also_where_no_model_computes_the_field(signed, verify, folder):
-    changed = {**read_results(signed)[0], "label": "birch"}
-    (folder / "changed.jsonl").write_text(json.dumps(changed) + "\n")
-    done = verify(folder / "changed.jsonl")
-    assert "1 of 1 records have no valid signature" in last_line(done)
-    assert "changed after it was signed" in done.stderr
-
-
 @pytest.mark.parametrize("arguments", [("--shards", "2"), ("--explain", "--sheets", "--format", "parquet")])
 def test_every_way_of_running_signs_its_records(infer, folder, arguments):
     out = "-".join(arguments).replace("/", "of")
@@ -104,18 +98,6 @@ def test_a_run_that_ended_early_continues_with_the_same_key_only(infer, folder):
     assert run["run"]["sign"] == read_results(folder / "early")[0]["signature"]["key"]
     secret = (folder / "key.pem").read_bytes().splitlines()[1]
     assert all(secret not in path.read_bytes() for path in (folder / "early").rglob("*") if path.is_file())
-
-
-def test_signatures_change_nothing_else(opal, infer, signed, folder):
-    infer("unsigned", "--format", "csv", "--labels", "folders", key=None)
-    plain = folder / "unsigned"
-    records = read_results(signed)
-    assert all(record.pop("signature") for record in records)
-    assert records == read_results(plain)
-    assert (signed / "results.csv").read_bytes() == (plain / "results.csv").read_bytes()
-    check(opal("diff", plain, signed, "--fail-on", "any"))
-    both = [check(opal("convert", out, "--to", "coco")).stdout for out in (plain, signed)]
-    assert both[0] == both[1]
 
 
 def test_a_bad_key_or_a_missing_package_is_refused_before_anything_is_read(opal, exact_model, folder):

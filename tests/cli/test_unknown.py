@@ -46,7 +46,7 @@ def folder(opal, tmp_path_factory):
 @pytest.fixture(scope="module")
 def infer(opal, folder):
     def run(out, *arguments, model="model.onnx"):
-        return opal("infer", "in", "--model", model, *CPU, "--out", out, *arguments, cwd=folder)
+        return opal("infer", "in", "--model", model, *CPU, "--no-isolate", "--out", out, *arguments, cwd=folder)
 
     return run
 
@@ -89,21 +89,6 @@ def test_the_graph_computes_what_the_checkpoint_does(folder, records):
     images = sorted((folder / "in").iterdir())
     explained = opal_deploy.load(folder / "model.pt", device="cpu", threads=1).predict(images)
     assert [record["ood_score"] for record in explained] == pytest.approx(list(named.values()), abs=1e-4)
-
-
-def test_rates_and_numbers_choose_the_threshold_and_a_run_keeps_its_own(infer, folder, records):
-    for out, rate in (("half", "50%"), ("number", "0.0"), ("none", "2")):
-        check(infer(out, "--unknown", rate))
-    counts = [len(unknown(read_results(folder / out))) for out in ("none", "half", "number")]
-    assert counts == sorted(counts)
-    assert (counts[0], counts[2]) == (0, len(records))
-    other = check(infer("half", "--unknown", "40%"), 2).stderr.splitlines()[-1]
-    assert "it holds another run: --unknown 0.4" in other
-    # without the option nothing is unknown, and the number is still there
-    check(infer("plain"))
-    plain = read_results(folder / "plain")
-    assert unknown(plain) == set()
-    assert [record["ood_score"] for record in plain] == [record["ood_score"] for record in records]
 
 
 def test_what_cannot_be_answered_is_refused_in_a_line(infer, folder, opal, exact_model, map_model):

@@ -21,7 +21,8 @@ from opal_deploy.runtime.tensorrt import TENSORRT_RTX, installed_version, load
 pytestmark = pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed")
 
 PRECISIONS = {"fp32": lambda model: model, "fp16": to_fp16, "bf16": to_bf16}
-EVERY_RUN = {"resnet50": ("fp32", "fp16"), "convnext_tiny": ("fp16", "bf16"), "efficientnet_v2_s": ("fp16",)}
+# what is built in every run; the others are parsed
+EVERY_RUN = {"resnet50": ("fp16",), "convnext_tiny": ("bf16",), "efficientnet_v2_s": ()}
 BUILDS = [
     *(pytest.param(name, ("sm80",), built, id=name) for name, built in EVERY_RUN.items()),
     *(

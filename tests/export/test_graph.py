@@ -119,7 +119,15 @@ def _added_epsilons(model):
     return sum(value is not None and value.size == 1 and 0 < value.item() < 1e-7 for value in added)
 
 
-@pytest.mark.parametrize("head", [*ANCHORED, *WITHOUT_ANCHORS], ids=_id)
+# each of their settings is in one of the others
+SLOW = [ANCHORED[len(DISTANCES) + 2], *WITHOUT_ANCHORS[1:-1]]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [pytest.param(head, marks=[pytest.mark.slow] * (head in SLOW)) for head in (*ANCHORED, *WITHOUT_ANCHORS)],
+    ids=_id,
+)
 def test_every_head_exports_reproduces_pytorch_and_parses_in_tensorrt(write_onnx, tensorrt, tmp_path, head):
     single = head.prototypes_per_class == 1
     checkpoint = build_checkpoint(head=head, **({"num_classes": 2, "seed": 1} if single else {}))
