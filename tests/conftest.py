@@ -240,6 +240,11 @@ def lite0_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def imagenet_samples() -> Path:
+    return _data("imagenet_samples")
+
+
+@pytest.fixture(scope="session")
 def cub_mini() -> Path:
     """The first ten classes of CUB-200-2011: photographs, boxes, parts."""
     return _data("cub_mini")

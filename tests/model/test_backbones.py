@@ -1,16 +1,19 @@
 """Backbones: cut where torchvision pools, whatever the network; real weights give the real network's outputs."""
 
 import copy
+import warnings
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torchvision
+from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
 from opal_deploy.errors import CheckpointError, UsageError
-from opal_deploy.model import backbones
+from opal_deploy.model import backbones, state_dicts
 from opal_deploy.model.config import PLAIN_CLASSIFIER, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 
@@ -219,3 +222,38 @@ def test_a_copy_is_in_the_modes_of_the_original():
     # is left out in one of fifty draws
     images = torch.randn(64, 3, 32, 32)
     assert not torch.equal(copied.train()(images), copied(images))
+
+
+def imagenet_input(path):
+    """Return ImageNet's evaluation preprocessing, as the golden logits were made: not this project's own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        image = Image.open(path).convert("RGB")
+    scale = 256 / min(image.size)
+    image = image.resize([round(side * scale) for side in image.size], Image.Resampling.BILINEAR)
+    left, top = (image.width - 224) // 2, (image.height - 224) // 2
+    pixels = torch.from_numpy(np.asarray(image.crop((left, top, left + 224, top + 224))).copy())
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    return ((pixels.float() / 255 - mean) / std).permute(2, 0, 1)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("weights", "name", "dense"),
+    [
+        ("resnet50_pqf_large", "resnet50", "fc"),
+        # as plain torchvision, without TensorFlow's SAME padding: what this project runs
+        ("mobilenet_v2_coral_int8", "mobilenet_v2", "classifier.1"),
+    ],
+)
+def test_real_weights_give_the_golden_logits(weights, name, dense, shared_weights, imagenet_samples):
+    golden = np.load(imagenet_samples / "golden_logits.npz", allow_pickle=False)
+    path = shared_weights / f"{weights}.safetensors"
+    network = OpalNetwork(NetworkConfig(name, 1000, head=PLAIN_CLASSIFIER), weights=path).eval()
+    state = state_dicts.read_state_dict(path)
+    # ImageNet's own classes, which fine-tuning replaces
+    classes = {key: state[key].float() for key in (f"{dense}.weight", f"{dense}.bias")}
+    network.head.classifier.load_state_dict(classes, strict=False)
+    images = torch.stack([imagenet_input(imagenet_samples / str(file)) for file in golden["files"][:8]])
+    with torch.no_grad():
+        np.testing.assert_allclose(network(images), golden[weights][:8], rtol=1e-3, atol=1e-4)
