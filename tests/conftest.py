@@ -16,6 +16,8 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from tests.cli.calls import MAIN
+
 if TYPE_CHECKING:
     import opal_deploy
     from opal_deploy.runtime.onnx_session import OnnxSession
@@ -143,7 +145,6 @@ def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
 
 Opal = Callable[..., "subprocess.CompletedProcess[str]"]
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
-_MAIN = "import sys; sys.argv[0] = 'opal-deploy'; from opal_deploy.cli import main; main()"
 
 
 @pytest.fixture(scope="session")
@@ -155,7 +156,7 @@ def opal_process() -> Opal:
     ) -> subprocess.CompletedProcess[str]:
         hide = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); " if blocked else ""
         return subprocess.run(
-            [sys.executable, "-c", hide + _MAIN, *map(str, arguments)],
+            [sys.executable, "-c", hide + MAIN, *map(str, arguments)],
             cwd=cwd,
             env={**os.environ, **_ENVIRONMENT},
             capture_output=True,

@@ -6,7 +6,6 @@ import zipfile
 
 import pytest
 
-from opal_deploy.artifact.files import compute_sha256
 from tests.cli.calls import check, one_line, read_results
 
 
@@ -17,20 +16,15 @@ def run(opal, exact_model, make_pictures, tmp_path_factory):
     make_pictures(folder / "in", 3)
     (folder / "in/broken.png").write_bytes((folder / "in/000.png").read_bytes()[:200])
     options = ("--explain", "--min-margin", "0.3", "--top", "2", "--no-isolate")
-    done = opal("infer", "in", "--model", exact_model, *options, cwd=folder)
-    assert done.returncode == 3, done.stderr
+    check(opal("infer", "in", "--model", exact_model, *options, cwd=folder), 3)
     return folder
 
 
 def test_a_runs_records_are_what_its_model_computes(opal, run, exact_model):
-    sha256 = compute_sha256(exact_model)
-    lines = read_results(run / "explanations")
-    assert [line["image_sha256"] for line in lines] == [compute_sha256(run / line["image"]) for line in lines]
-    assert {line["model_sha256"] for line in lines} == {sha256}
-    assert json.loads((run / "explanations/summary.json").read_text())["model"]["sha256"] == sha256
     done = check(opal("verify", "explanations", "--model", exact_model, "--all", "--json", cwd=run))
-    expected = {"records": 4, "checked": 4, "different": 0, "findings": [], "model_sha256": sha256}
+    expected = {"records": 4, "checked": 4, "different": 0, "findings": []}
     assert json.loads(done.stdout).items() >= expected.items()
+    assert "give --model MODEL, or only --public-key KEY" in one_line(opal("verify", "explanations", cwd=run))
     # a sample says how to take it again
     arguments = ["explanations/results.jsonl", "in", "--model", exact_model, "--sample", "2", "--seed", "5", "--json"]
     done = check(opal("verify", *arguments, cwd=run))
@@ -69,25 +63,11 @@ def test_images_of_one_name_are_told_apart(opal, archived, exact_model, tmp_path
     assert opal("diff", "zip", "zip", "--fail-on", "any", cwd=archived).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ("verify explanations", "give --model MODEL, or only --public-key KEY"),
-        ("verify {model} in", "are only for results"),
-        ("diff {model} {model}", "comparing models needs images"),
-        ("diff explanations {model} in --fail-on x", "'x' is not one of 'error', 'class'"),
-    ],
-)
-def test_a_wrong_call_is_refused(opal, run, exact_model, call, message):
-    done = check(opal(*(word.format(model=exact_model) for word in call.split()), cwd=run), 2)
-    assert message in done.stderr
-
-
 def test_a_model_has_not_changed_against_its_own_results(opal, run, exact_model):
     done = check(opal("diff", "explanations", "explanations", "--json", "--fail-on", "any", cwd=run))
     assert json.loads(done.stdout)["changed"] == 0
-    done = opal("diff", exact_model, exact_model, "in", "--json", "--tolerance", "0", "--fail-on", "any", cwd=run)
-    assert done.returncode == 0, done.stderr
+    call = ("diff", exact_model, exact_model, "in", "--json", "--tolerance", "0", "--fail-on", "any")
+    done = check(opal(*call, cwd=run))
     assert (json.loads(done.stdout)["changed"], json.loads(done.stdout)["paired"]) == (0, 4)
 
 

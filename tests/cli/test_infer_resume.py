@@ -11,7 +11,7 @@ from typing import IO, cast
 import pytest
 
 from tests import runs
-from tests.cli.calls import check, read_results
+from tests.cli.calls import check
 
 IMAGES = 100
 EXPLAIN = ("--explain", "--format", "csv")
@@ -34,8 +34,8 @@ class Infer(runs.Infer):
         super().__init__(cwd, model, pictures)
         self.fixed, self._opal = ["in/", "--model", str(model), "--threads", "1", "--workers", "2"], opal
 
-    def __call__(self, *arguments, out="out"):
-        return self._opal("infer", *self.fixed, *(["--out", out] if out else []), *arguments, cwd=self.cwd)
+    def __call__(self, *arguments):
+        return self._opal("infer", *self.fixed, "--out", "out", *arguments, cwd=self.cwd)
 
     def start(self, *arguments, before=""):
         # a shell may have told its background jobs to ignore the signal
@@ -145,33 +145,3 @@ def test_a_second_signal_ends_it_at_once_with_whole_records(infer):
     assert process.returncode == 130, stderr
     assert "ending at once" in stderr
     assert (infer.cwd / "out/results.jsonl").read_bytes().endswith(b"}\n")
-
-
-def test_too_many_errors_stop_it_and_a_higher_limit_goes_on(infer, clean):
-    for _ in range(2):
-        last = check(infer("--max-errors", "0"), 5).stderr.splitlines()[-1]
-        assert "1 of 8 images failed, more than --max-errors 0; most often not_an_image (1)" in last
-        assert "the same command resumes" in last
-    # options that change no record
-    check(infer("--max-errors", "10", "--batch", "3", "--workers", "1", "--no-isolate"), 3)
-    expected = read_results(clean)
-    for record in expected:
-        record.pop("overlay", None)
-    assert read_results(infer.cwd / "out") == expected
-
-
-def test_a_finished_run_is_not_computed_again_and_ends_as_it_ended(infer, clean):
-    def times():
-        return {path: path.stat().st_mtime_ns for path in (infer.cwd / "out").rglob("*") if path.is_file()}
-
-    shutil.copytree(clean, infer.cwd / "out")
-    before = times()
-    done = infer(*EXPLAIN, "--json")
-    assert done.returncode == 3
-    assert "out: this run is finished (100 images, ended " in done.stderr
-    assert json.loads(done.stdout) == json.loads((clean / "summary.json").read_text())
-    assert times() == before
-    # a table that was not asked for then
-    (infer.cwd / "out/results.csv").unlink()
-    assert infer(*EXPLAIN).returncode == 3
-    assert (infer.cwd / "out/results.csv").read_bytes() == (clean / "results.csv").read_bytes()

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.cli.calls import read_results
+from tests.cli.calls import check, read_results
 
 IMAGES, BROKEN = 8, 3
 
@@ -40,9 +40,7 @@ def infer(opal, exact_model, out):
     def run(*arguments, model=exact_model, command="infer", code=3):
         decoded = ("--no-isolate",) if command == "infer" else ()
         call = [command, "in/", "--model", model, "--threads", "1", *decoded, "--out", out.name, *arguments]
-        done = opal(*call, cwd=out.parent)
-        assert done.returncode == code, done.stderr
-        return done
+        return check(opal(*call, cwd=out.parent), code)
 
     return run
 

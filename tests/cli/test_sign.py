@@ -34,12 +34,8 @@ def folder(tmp_path_factory, make_pictures):
 def infer(opal, exact_model, folder):
     def run(out, *arguments, key="key.pem", code=3):
         signs = ("--sign", key) if key else ()
-        device = () if "--ray" in arguments else CPU
-        call = opal(
-            "infer", "in", "--model", exact_model, "--no-isolate", *device, "--out", out, *signs, *arguments, cwd=folder
-        )
-        assert call.returncode == code, call.stderr
-        return call
+        fixed = ("infer", "in", "--model", exact_model, "--no-isolate", *CPU, "--out", out)
+        return check(opal(*fixed, *signs, *arguments, cwd=folder), code)
 
     return run
 

@@ -110,10 +110,9 @@ def test_what_cannot_be_answered_is_refused_in_a_line(infer, folder, opal, exact
 
 
 def test_other_forms_of_the_graph_keep_the_output(opal, infer, folder, records):
-    out, options = "fp16", ("--outputs", "topk", "--top-k", "2")
-    name = f"{out}.onnx"
-    fp16 = ("--precision", "fp16", "--no-verify", "--threads", "1")
-    check(opal("export", folder / "model.onnx", *fp16, *options, "--out", folder / name))
+    out, name = "fp16", "fp16.onnx"
+    options = ("--precision", "fp16", "--outputs", "topk", "--top-k", "2", "--no-verify", "--threads", "1")
+    check(opal("export", folder / "model.onnx", *options, "--out", folder / name))
     assert "ood_score" in {value.name for value in onnx.load(folder / name).graph.output}
     check(infer(out, "--unknown", RATE, "--top", "2", model=name))
     found = read_results(folder / out)
@@ -121,6 +120,11 @@ def test_other_forms_of_the_graph_keep_the_output(opal, infer, folder, records):
     assert [record["ood_score"] for record in found] == pytest.approx(expected, abs=1e-2)
     assert "noise.png" in unknown(found)
     check(opal("verify", out, "--model", name, "--all", *CPU, cwd=folder))
+    # what needs more classes than the file lists
+    assert "it lists 2 of 3 classes; give --top 2, or a file that lists more" in one_line(infer("x", model=name))
+    refused = one_line(opal("evaluate", "data", "--model", name, cwd=folder))
+    assert "fp16.onnx: outputs only the best 2 classes, and `evaluate` needs all" in refused
+    assert "of the best 2 classes" in opal("inspect", name, cwd=folder).stderr
 
 
 def test_a_file_without_the_output_holds_no_features(opal, folder):
