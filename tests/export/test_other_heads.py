@@ -151,13 +151,6 @@ def test_the_best_classes_and_other_precisions_give_the_same_records(exported, p
     assert [record["prediction"]["label"] for record in half] == [record["prediction"]["label"] for record in full]
 
 
-def test_drift_compares_runs_of_the_file_and_has_no_baseline_in_it(exported, pictures, opal, tmp_path):
-    _, folder = exported
-    model = folder / "model_state.onnx"
-    check(opal(*INFER, pictures, "--model", model, "--out", tmp_path / "a", *CPU))
-    assert "list only the strongest prototypes" in one_line(opal("drift", tmp_path / "a", "--baseline", model))
-
-
 def test_a_prototype_is_dropped_for_all_classes_at_once(exported, opal):
     theirs, folder = exported
     check(opal("edit", "model_state.onnx", "--drop", "7", "--reason", "sky", "--out", "edited.onnx", *CPU, cwd=folder))
@@ -235,18 +228,17 @@ def test_prototypes_that_are_cells_of_the_images_pass_the_gate(tmp_path, opal):
         ("protopnet:shufflenet_v2_x0_5", "last_layer.weight"),
         ("missing.yml", "YAML"),
         ("classes.txt.yml", "model_arch.yml of CaBRNet"),
+        ("pool/model_arch.yml", "scores of single cells"),
+        ("cosine/model_arch.yml", "similarity CosineSimilarity"),
     ],
 )
 def test_what_does_not_fit_is_named_in_one_line(exported, arch, expected, opal):
-    _, folder = exported
+    theirs, folder = exported
     (folder / "classes.txt.yml").write_text("a: 1\n")
+    for name, changes in {
+        "pool": {"name": "ProtoPoolClassifier"},
+        "cosine": {"similarity": "CosineSimilarity"},
+    }.items():
+        (folder / name).mkdir(exist_ok=True)
+        theirs.save_cabrnet(folder / name, **changes)
     assert expected in one_line(opal("export", "model_state.pth", "--arch", arch, *OPTIONS, cwd=folder))
-
-
-def test_a_head_whose_scores_are_no_single_cells_is_refused_with_the_reason(tmp_path, opal):
-    Theirs("proto").save_cabrnet(tmp_path, name="ProtoPoolClassifier")
-    error = one_line(opal("export", "model_state.pth", "--arch", "model_arch.yml", *OPTIONS, cwd=tmp_path))
-    assert "scores of single cells" in error
-    Theirs("proto").save_cabrnet(tmp_path, "CosineSimilarity")
-    error = one_line(opal("export", "model_state.pth", "--arch", "model_arch.yml", *OPTIONS, cwd=tmp_path))
-    assert "similarity CosineSimilarity" in error
