@@ -16,7 +16,10 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from tests.cli.calls import MAIN
+
 if TYPE_CHECKING:
+    import opal_deploy
     from opal_deploy.runtime.onnx_session import OnnxSession
 
 # before anything imports PyTorch: the networks of most tests are tiny, and a second thread is waited for
@@ -108,6 +111,14 @@ def exact_session(exact_model: Path) -> OnnxSession:
     return OnnxSession(exact_model, device="cpu", threads=1)
 
 
+@pytest.fixture(scope="session")
+def model(exact_model: Path) -> opal_deploy.Model:
+    """`exact_model` as Python users load it, on one thread; whoever changes it loads another."""
+    import opal_deploy
+
+    return opal_deploy.load(exact_model, device="cpu", threads=1)
+
+
 def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
     import torch
 
@@ -134,7 +145,6 @@ def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
 
 Opal = Callable[..., "subprocess.CompletedProcess[str]"]
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
-_MAIN = "import sys; sys.argv[0] = 'opal-deploy'; from opal_deploy.cli import main; main()"
 
 
 @pytest.fixture(scope="session")
@@ -146,7 +156,7 @@ def opal_process() -> Opal:
     ) -> subprocess.CompletedProcess[str]:
         hide = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); " if blocked else ""
         return subprocess.run(
-            [sys.executable, "-c", hide + _MAIN, *map(str, arguments)],
+            [sys.executable, "-c", hide + MAIN, *map(str, arguments)],
             cwd=cwd,
             env={**os.environ, **_ENVIRONMENT},
             capture_output=True,

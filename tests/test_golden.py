@@ -69,14 +69,14 @@ def test_a_signed_run_is_verified_converted_and_compared(call):
 
 def test_an_interrupted_run_goes_on_where_it_ended(call, folder):
     before = (folder / "unfinished/results.jsonl").read_bytes()
-    check(call("infer", "images", "--model", "model.onnx", *CPU, "--out", "unfinished"))
+    check(call("infer", "images", "--model", "model.onnx", *CPU, "--no-isolate", "--out", "unfinished"))
     after = (folder / "unfinished/results.jsonl").read_bytes()
     assert (before.count(b"\n"), after.count(b"\n"), after[: len(before)]) == (2, 3, before)
 
 
 def test_a_file_without_keys_that_came_later_answers_and_refuses_what_needs_them(call, folder):
     model = ("--model", "early.onnx", *CPU)
-    check(call("infer", "images", *model, "--out", "out"))
+    check(call("infer", "images", *model, "--no-isolate", "--out", "out"))
     assert [record["status"] for record in read_results(folder / "out")] == ["ok"] * 3
     advice = "opal-deploy evaluate"
     assert advice in one_line(call("infer", "images", *model, "--out", "unknown", "--unknown", "5%"))

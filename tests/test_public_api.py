@@ -16,11 +16,6 @@ BOX = (10, 20, 70, 80)
 
 
 @pytest.fixture(scope="module")
-def model(exact_model):
-    return opal_deploy.load(exact_model, device="cpu", threads=1)
-
-
-@pytest.fixture(scope="module")
 def images(make_pictures, tmp_path_factory):
     return make_pictures(tmp_path_factory.mktemp("images"), 5)
 

@@ -12,11 +12,6 @@ import opal_deploy
 from opal_deploy.errors import ImageError, UsageError
 
 
-@pytest.fixture(scope="module")
-def model(exact_model):
-    return opal_deploy.load(exact_model, device="cpu", threads=1)
-
-
 @pytest.fixture
 def paths(make_pictures, tmp_path):
     return make_pictures(tmp_path, 4)
@@ -36,12 +31,6 @@ def test_an_answer_has_typed_attributes_and_pictures(model, paths):
         answers[-1].label  # noqa: B018
     assert isinstance(answers[1:3], opal_deploy.Explanations)
     assert len(answers[:2].to_coco()["images"]) == 2
-
-
-def test_a_function_that_takes_a_path_takes_the_model(model, exact_model, paths):
-    assert opal_deploy.verify(model).passed
-    assert opal_deploy.inspect(model).document == opal_deploy.inspect(exact_model).document
-    assert opal_deploy.diff(model, model, images=paths).changed == 0
 
 
 def test_tensors_are_images_with_their_channels_first(model, paths):

@@ -10,18 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import opal_deploy
 from opal_deploy import Explanation, Explanations, ImageError, UsageError
 from opal_deploy.records.build import error_record
 
 ELEMENTS = {"div", "p", "strong", "table", "thead", "tbody", "tr", "th", "td", "span"}
 BOX = (10, 20, 70, 80)
 HOSTILE = "<script>alert(1)</script>\"'\n&.png"
-
-
-@pytest.fixture(scope="module")
-def model(exact_model):
-    return opal_deploy.load(exact_model, device="cpu", threads=1)
 
 
 def page(shown):

@@ -8,12 +8,11 @@ import itertools
 import queue
 import threading
 import time
-from concurrent.futures import CancelledError, wait
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
 
-import opal_deploy
 from opal_deploy.api.explanation import Explanation
 from opal_deploy.api.service import Service
 from opal_deploy.errors import StoppedEarly
@@ -32,11 +31,6 @@ def array(shade):
 def cell(record):
     row, col = record["evidence"][0]["cell"]
     return row * 4 + col
-
-
-@pytest.fixture(scope="module")
-def model(exact_model):
-    return opal_deploy.load(exact_model, device="cpu", threads=1)
 
 
 def test_an_asyncio_program_gets_200_records_as_explain_returns_them(model, make_pictures, tmp_path):
@@ -79,14 +73,6 @@ def test_waiting_images_go_in_full_batches_and_one_alone_by_itself(kind, batch, 
     assert session.batches == batches
     # several are in flight together
     assert kind is BrightSession or session.longest == session.depth
-
-
-def test_an_image_waits_for_others_until_the_batch_is_full():
-    session = BrightSession()
-    with Service([session], InferenceOptions(batch=3), max_wait=600) as service:
-        futures = [service.submit(array(shade)) for shade in range(3)]
-        assert wait(futures, 60).not_done == set()
-    assert session.batches == [3]
 
 
 def test_a_full_service_raises_or_waits():
@@ -182,11 +168,3 @@ def test_a_lost_device_is_raised_to_its_callers_and_the_next_batch_may_succeed()
             service.submit(array(0)).result(30)
         session.fails_at = None
         assert cell(service.submit(array(3)).result(30)) == 3
-
-
-def test_a_service_waits_without_work():
-    with Service([BrightSession()]) as service:
-        service.submit(array(0)).result(30)
-        spent = time.process_time()
-        time.sleep(0.5)
-        assert time.process_time() - spent < 0.25

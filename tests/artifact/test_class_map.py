@@ -58,12 +58,6 @@ def test_contributions_add_up_to_the_product_with_the_matrix(class_map):
     assert not parts[~class_map.kept[class_ids]].any()
 
 
-def test_each_image_has_the_maps_of_its_own_class():
-    attention = np.arange(2 * 6 * 4, dtype=np.float32).reshape(2, 6, 2, 2)
-    chosen = ClassMap.blocks(3, 2).take(attention, np.array([2, 0]))
-    assert chosen.tolist() == [attention[0, 4:6].tolist(), attention[1, 0:2].tolist()]
-
-
 def test_a_margin_is_the_lead_over_the_runner_up():
     assert find_margins(np.array([[0.5, 0.25, 0.0], [0.5, 0.75, 0.0]])).tolist() == [0.25, -0.25]
     assert np.isnan(find_margins(np.ones((2, 1)))).all()

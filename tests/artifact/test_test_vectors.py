@@ -71,12 +71,3 @@ def test_damaged_vectors_are_refused_in_one_line(change):
         test_vectors.unpack({**test_vectors.pack(REFERENCE), **change}, "m.onnx")
     assert str(error.value).startswith("m.onnx: ")
     assert "\n" not in str(error.value)
-
-
-def test_rows_of_outputs_joined_are_the_whole():
-    outputs = REFERENCE.outputs
-    parts = [outputs.rows(0, 1), outputs.rows(1, 3)]
-    joined = Outputs.concatenate(parts)
-    assert [len(part) for part in parts] == [1, 2]
-    assert joined.attention is None
-    _assert_equal(replace(REFERENCE, outputs=joined), REFERENCE)

@@ -63,6 +63,9 @@ def test_one_that_cannot_run_here_is_named_and_stops_no_other(bench, exact_model
         ("latency --model {model} --batch 0", "--batch '0': expected positive integers"),
         ("latency --model {model} --runtime caffe", "runtime 'caffe': expected one of eager"),
         ("compare", "nothing to time"),
+        ("overhead --check --stride 16", "--check compares the paper's own table"),
+        ("overhead --size 1x2x3", "--size '1x2x3': expected a number of pixels"),
+        ("overhead --backbone resnet18 --size 100", "multiples"),
         ("pipeline {model}.no --model {model}", "no.onnx.no"),
     ],
 )

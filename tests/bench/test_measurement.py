@@ -15,11 +15,8 @@ from opal_deploy.bench.measurement import (
     Target,
     append_measurement,
     format_command_line,
-    format_measurements,
-    head_name,
 )
 from opal_deploy.errors import UsageError
-from opal_deploy.model.config import LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig
 
 RATE = Figure(39.7, "images/s", "higher", (39.1, 39.7, 40.2))
 LINE = Measurement(
@@ -82,21 +79,3 @@ def test_a_figure_has_its_unit_and_uncertainty():
     assert str(RATE) == "39.7 images/s (spread 2.8%)"
     assert str(Figure(1.25, "ratio", "higher", (1.2, 1.25), (1.2, 1.3))) == "1.25 (1.2 to 1.3)"
     assert str(Figure(23508032, "parameters")) == "23,508,032 parameters"
-
-
-def test_one_measurement_is_a_column_and_many_are_rows():
-    figures = {"rate": RATE, "p50_ms": Figure(1.5, "ms")}
-    one = format_measurements([replace(LINE, figures=figures, marks=("noisy: x",))]).splitlines()
-    assert [line.split()[0] for line in (*one[2:4], *one[-3:-1])] == ["runtime", "precision", "rate", "p50_ms"]
-    assert one[-1].endswith("noisy: x")
-    assert "\udcff" not in "".join(one)
-    many = [replace(LINE, case={"batch": batch}, target=Target("m"), figures=figures) for batch in (1, 2, 4)]
-    title, _, *rows = format_measurements([*many, replace(many[0], figures={})]).splitlines()
-    assert title.split() == ["model", "runtime", "precision", "batch", "rate", "p50_ms"]
-    assert rows[1].split()[0:2] == ["m", "2"]
-    assert rows[-1].split()[-2:] == ["-", "-"]
-
-
-def test_heads_have_names():
-    heads = [HeadConfig(), LINEAR_BASELINE, PLAIN_CLASSIFIER, HeadConfig(cws=False)]
-    assert [head_name(head.to_dict()) for head in heads] == ["opal", "linear", "plain", "variant"]

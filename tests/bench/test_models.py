@@ -9,7 +9,7 @@ import torch
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.bench import networks
 from opal_deploy.bench.measurement import Target
-from opal_deploy.bench.models import list_setups, load_model
+from opal_deploy.bench.models import load_model
 from opal_deploy.bench.networks import build_networks, build_random_network, load_checkpoint_network
 from opal_deploy.bench.options import SweepOptions
 from opal_deploy.errors import ArtifactError, OpalError, UsageError
@@ -94,13 +94,6 @@ def test_each_stride_and_head_of_a_backbone_is_a_network_of_its_own():
     ]
     with pytest.raises(UsageError, match="classifier"):
         build_networks(replace(TINY, stride=(16,), head="plain"))
-
-
-def test_of_several_runtimes_each_gets_the_options_that_it_knows():
-    options = SweepOptions(runtime=("eager", "compile", "onnxruntime"), precision=("fp32", "fp16"), cuda_graphs=True)
-    setups = {setup.runtime[0]: setup for setup in list_setups(options)}
-    assert len(list_setups(options)) == 6
-    assert [setup.cuda_graphs for setup in setups.values()] == [False, True, False]
 
 
 @pytest.mark.parametrize(

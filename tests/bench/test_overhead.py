@@ -21,7 +21,7 @@ from opal_deploy.errors import UsageError, VerificationError
 from opal_deploy.model.backbones import count_macs
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.model.head import OpalHead
-from tests.cli.calls import check, one_line
+from tests.cli.calls import check
 
 # one of each family; all nine are `slow`
 THREE = ("resnet50", "efficientnet_v2_s", "convnext_tiny")
@@ -168,15 +168,3 @@ def test_layers_kept_at_a_finer_stride_cost_operations_and_no_parameters(opal, t
     # layer4, which is 0.411 of ResNet-18's 1.814 G multiply-accumulates, and the head on four times the cells
     assert finer["backbone_macs"] - own["backbone_macs"] == pytest.approx(3 * 0.411e9, rel=0.01)
     assert finer["opal_macs"] == 4 * own["opal_macs"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--check --stride 16", "--check compares the paper's own table"),
-        ("--size 1x2x3", "--size '1x2x3': expected a number of pixels"),
-        ("--backbone resnet18 --size 100", "multiples"),
-    ],
-)
-def test_wrong_calls_are_one_line_before_anything_is_counted(opal, arguments, message):
-    assert message in one_line(opal("bench", "overhead", *arguments.split()))

@@ -14,7 +14,7 @@ from opal_deploy.bench.options import PipelineOptions
 from opal_deploy.bench.pipeline import decode_images, measure_pipeline
 from opal_deploy.errors import UsageError
 from opal_deploy.sources.image import InputImage
-from tests.cli.calls import check, one_line
+from tests.cli.calls import check
 
 METADATA = Metadata(("a", "b"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", (4, 4), (32, 32))
 
@@ -104,15 +104,3 @@ def test_the_command_reports_to_people_and_machines(bench, exact_model, tmp_path
     assert stages == {"read", "decode", "resize", "compute", "evidence", "draw", "write"}
     assert "\n infer " in done.stderr
     assert all(note in done.stderr for note in measurement["details"]["notes"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--runtime", "torch"], "an ONNX file, and --runtime torch runs a checkpoint"),
-        (["--cuda-graphs"], "--cuda-graphs applies only to engines"),
-        (["--batch", "99"], "12 usable images for a batch of 99"),
-    ],
-)
-def test_a_wrong_call_is_answered_in_one_line(bench, arguments, message):
-    assert message in one_line(bench(*arguments))

@@ -6,7 +6,6 @@ import zipfile
 
 import pytest
 
-from opal_deploy.artifact.files import compute_sha256
 from tests.cli.calls import check, one_line, read_results
 
 
@@ -16,35 +15,16 @@ def run(opal, exact_model, make_pictures, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     make_pictures(folder / "in", 3)
     (folder / "in/broken.png").write_bytes((folder / "in/000.png").read_bytes()[:200])
-    done = opal("infer", "in", "--model", exact_model, "--explain", "--min-margin", "0.3", "--top", "2", cwd=folder)
-    assert done.returncode == 3, done.stderr
+    options = ("--explain", "--min-margin", "0.3", "--top", "2", "--no-isolate")
+    check(opal("infer", "in", "--model", exact_model, *options, cwd=folder), 3)
     return folder
 
 
-@pytest.fixture(scope="module")
-def other_model(exact_model, tmp_path_factory):
-    """A checkpoint whose weights differ in their last digits from those of `exact_model`."""
-    import torch
-
-    document = torch.load(exact_model.with_suffix(".pt"), weights_only=True)
-    document["state_dict"] = {
-        name: value * (1 + 1e-5) if value.is_floating_point() and value.ndim == 4 else value
-        for name, value in document["state_dict"].items()
-    }
-    path = tmp_path_factory.mktemp("other") / "other.pt"
-    torch.save(document, path)
-    return path
-
-
 def test_a_runs_records_are_what_its_model_computes(opal, run, exact_model):
-    sha256 = compute_sha256(exact_model)
-    lines = read_results(run / "explanations")
-    assert [line["image_sha256"] for line in lines] == [compute_sha256(run / line["image"]) for line in lines]
-    assert {line["model_sha256"] for line in lines} == {sha256}
-    assert json.loads((run / "explanations/summary.json").read_text())["model"]["sha256"] == sha256
     done = check(opal("verify", "explanations", "--model", exact_model, "--all", "--json", cwd=run))
-    expected = {"records": 4, "checked": 4, "different": 0, "findings": [], "model_sha256": sha256}
+    expected = {"records": 4, "checked": 4, "different": 0, "findings": []}
     assert json.loads(done.stdout).items() >= expected.items()
+    assert "give --model MODEL, or only --public-key KEY" in one_line(opal("verify", "explanations", cwd=run))
     # a sample says how to take it again
     arguments = ["explanations/results.jsonl", "in", "--model", exact_model, "--sample", "2", "--seed", "5", "--json"]
     done = check(opal("verify", *arguments, cwd=run))
@@ -63,7 +43,7 @@ def archived(opal, exact_model, make_pictures, tmp_path_factory):
         warnings.simplefilter("ignore")  # of zipfile's, about the names
         for name, content in zip(names, contents, strict=True):
             packed.writestr(name, content)
-    check(opal("infer", "x.zip", "empty", "--model", exact_model, "--out", "zip", cwd=folder), 3)
+    check(opal("infer", "x.zip", "empty", "--model", exact_model, "--no-isolate", "--out", "zip", cwd=folder), 3)
     return folder
 
 
@@ -83,25 +63,11 @@ def test_images_of_one_name_are_told_apart(opal, archived, exact_model, tmp_path
     assert opal("diff", "zip", "zip", "--fail-on", "any", cwd=archived).returncode == 0
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ("verify explanations", "give --model MODEL, or only --public-key KEY"),
-        ("verify {model} in", "are only for results"),
-        ("diff {model} {model}", "comparing models needs images"),
-        ("diff explanations {model} in --fail-on x", "'x' is not one of 'error', 'class'"),
-    ],
-)
-def test_a_wrong_call_is_refused(opal, run, exact_model, call, message):
-    done = check(opal(*(word.format(model=exact_model) for word in call.split()), cwd=run), 2)
-    assert message in done.stderr
-
-
 def test_a_model_has_not_changed_against_its_own_results(opal, run, exact_model):
     done = check(opal("diff", "explanations", "explanations", "--json", "--fail-on", "any", cwd=run))
     assert json.loads(done.stdout)["changed"] == 0
-    done = opal("diff", exact_model, exact_model, "in", "--json", "--tolerance", "0", "--fail-on", "any", cwd=run)
-    assert done.returncode == 0, done.stderr
+    call = ("diff", exact_model, exact_model, "in", "--json", "--tolerance", "0", "--fail-on", "any")
+    done = check(opal(*call, cwd=run))
     assert (json.loads(done.stdout)["changed"], json.loads(done.stdout)["paired"]) == (0, 4)
 
 
@@ -119,16 +85,3 @@ def test_the_results_that_are_read_are_not_written_over(opal, run, arguments):
     done = check(opal(*arguments.split(), "explanations/results.jsonl", "--overwrite", cwd=run), 2)
     assert "explanations/results.jsonl: " in one_line(done)
     assert results.read_bytes() == before
-
-
-def test_models_that_differ_in_the_last_digits(opal, run, exact_model, other_model):
-    arguments = ["diff", exact_model, other_model, "in", "--json", "--tolerance", "0", "--fail-on", "any"]
-    done = check(opal(*arguments, "--out", "page.html", cwd=run), 4)
-    report = json.loads(done.stdout)
-    # the broken file is broken for both
-    assert report["changed"] == 3
-    assert [report["kinds"][kind] for kind in ("same", "class", "error")] == [1, 0, 0]
-    assert 0 < report["largest_contribution_change"] < 2e-2
-    assert (run / "page.html").read_text("utf-8").count("<img ") == 6
-    done = check(opal("verify", "explanations", "--model", other_model, cwd=run), 4)
-    assert "made by another model" in done.stderr

@@ -56,7 +56,7 @@ def test_the_quick_demo_explains_new_creatures_without_torch_and_measures_itself
 
 
 def test_a_short_demo_runs_the_commands_that_it_prints_and_checks_its_records(opal, tmp_path):
-    call = ("demo", "--out", "d", "--epochs", "2", "--train-per-class", "8")
+    call = ("demo", "--out", "d", "--epochs", "1", "--train-per-class", "4")
     # an earlier demo is replaced
     (tmp_path / "d/data").mkdir(parents=True)
     (tmp_path / "d" / MARKER).touch()

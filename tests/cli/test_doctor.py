@@ -1,11 +1,7 @@
 """`opal-deploy doctor`: each machine that it can meet, and what it says there."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +10,6 @@ from opal_deploy.errors import UsageError
 from opal_deploy.runtime import cuda, devices, diagnostics
 from opal_deploy.runtime.devices import Driver, Gpu
 
-ROOT = Path(__file__).resolve().parents[2]
 DRIVER = Driver("580.95.05", (13, 0), (Gpu(0, "NVIDIA H200", 150_754_820_096, (9, 0)),))
 NO_DRIVER = Driver(problem="no NVIDIA driver found (libnvidia-ml.so.1)")
 P100 = replace(DRIVER, gpus=(Gpu(0, "Tesla P100", None, (6, 0)),))
@@ -30,7 +25,7 @@ CRASH = {"problem": "cannot be imported: it crashed with signal 11"}
 def machine(monkeypatch):
     """Put these distributions, this driver and this answer of onnxruntime in the place of the machine's."""
 
-    def make(*installed, driver=NO_DRIVER, answer=None, error=0):
+    def make(*installed, driver=NO_DRIVER, answer=None):
         versions = dict(entry.split("==") for entry in installed)
         modules = {name.removesuffix("-gpu").removesuffix("-cu13").replace("-", "_") for name in versions}
         if "tensorrt-cu13-libs==11.4" in installed:
@@ -41,7 +36,7 @@ def machine(monkeypatch):
         )
         monkeypatch.setattr(diagnostics, "is_importable", lambda module: module in modules)
         monkeypatch.setattr(diagnostics, "query_onnxruntime", lambda: answer)
-        monkeypatch.setattr(cuda, "start_cuda", lambda: (error, "no CUDA-capable device is detected"))
+        monkeypatch.setattr(cuda, "start_cuda", lambda: (0, "no error"))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     return make
@@ -92,13 +87,6 @@ def test_a_device_is_usable_or_refused_in_one_line(machine, document, installed,
             doctor(require=device)
         assert refusals[device] in str(refusal.value)
         assert "\n" not in str(refusal.value)
-
-
-def test_hidden_gpus_are_not_usable(machine, document, monkeypatch):
-    machine(*GPU_ONLY, driver=DRIVER, answer=CUDA, error=0)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    _, fact = document("onnxruntime-gpu")
-    assert (fact["gpu"], fact["advice"]) == (False, "unset CUDA_VISIBLE_DEVICES")
 
 
 def test_both_onnxruntimes_are_a_warning_in_the_document_that_comes_before_a_refusal(machine, capsys):
@@ -166,16 +154,3 @@ def test_an_onnxruntime_that_prints_is_understood_and_files_in_the_working_direc
     monkeypatch.delenv("PYTHONPATH")
     monkeypatch.chdir(tmp_path)
     assert diagnostics.query_onnxruntime() != answer
-
-
-def test_neither_torch_nor_a_runtime_is_imported():
-    code = (
-        "import sys\n"
-        "from opal_deploy.cli.doctor import doctor\n"
-        "doctor(as_json=True)\n"
-        "sys.exit(str(sorted({'torch', 'onnxruntime', 'tensorrt', 'onnx'} & set(sys.modules))))\n"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
-    assert child.stderr.strip() == "[]"
-    assert json.loads(child.stdout)["schema"] == 1

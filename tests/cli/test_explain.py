@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from PIL import Image
 
-from tests.cli.calls import one_line
+from tests.cli.calls import check
 
 
 @pytest.fixture
@@ -15,9 +15,7 @@ def run(opal, exact_model, make_pictures, tmp_path):
     make_pictures(tmp_path / "in", 3)
 
     def run(line, code=0, **options):
-        done = opal(*line.split(), "--model", exact_model, "--threads", "1", cwd=tmp_path, **options)
-        assert done.returncode == code, done.stderr
-        return done
+        return check(opal(*line.split(), "--model", exact_model, "--threads", "1", cwd=tmp_path, **options), code)
 
     return run
 
@@ -60,29 +58,3 @@ def test_a_known_label_stands_beside_the_answer_with_a_mark(run, tmp_path):
     notes = ["(correct)", f"(wrong, label {labels[1]})", "(label yeti, not a class of the model)"]
     for number, note in enumerate(notes):
         assert f"in/{number:03}.png: {answers[number]} {note}" in done.stderr
-
-
-def test_a_sheet_that_is_there_is_not_replaced_unasked(run, tmp_path):
-    (tmp_path / "a.png").write_text("mine")
-    assert "a.png: the file exists" in run("explain in/000.png --out a.png", 2).stderr
-    assert (tmp_path / "a.png").read_text() == "mine"
-    run("explain in/000.png --out a.png --overwrite")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "complaint"),
-    [
-        ("in --out a.png", 2, "--out a.png: is one file, but there may be several images"),
-        ("in/000.png --out a.jpg", 2, "expected a .png or .svg file"),
-        ("in/000.png --out in/000.png --overwrite", 2, "this call reads that file"),
-        ("in/000.png --atlas in", 2, "in/atlas.json: cannot be read"),
-        ("in/000.png --slot-names nowhere", 2, "nowhere: cannot be read"),
-        ("nowhere.png", 2, "nowhere.png: no such file"),
-        ("empty.png", 3, "zero bytes"),
-    ],
-)
-def test_a_call_that_gives_no_sheet_says_why_in_one_line(run, tmp_path, arguments, code, complaint):
-    (tmp_path / "empty.png").write_bytes(b"")
-    before = sorted(tmp_path.rglob("*"))
-    assert complaint in one_line(run(f"explain {arguments}", code), code)
-    assert sorted(tmp_path.rglob("*")) == before

@@ -1,5 +1,6 @@
 """A bare `pip install opal-deploy`: help, and errors that name what to install."""
 
+import json
 import re
 
 import pytest
@@ -59,22 +60,8 @@ def test_a_missing_package_names_the_extra_to_install(exact_model, make_pictures
         assert f"pip install 'opal-deploy[{extra}]'" in one_line(each), each.args
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["infer", "x", "--tpo", "3"], "--top); see opal-deploy infer --help"),
-        (["infer", "x", "--batch", "y"], "'y': input should be a valid integer; see opal-deploy infer --help"),
-        (["train", "x", "--epochs", "-1"], "greater than or equal to 0; see opal-deploy train --help"),
-        (["bench", "latency", "--batch"], "requires an argument; see opal-deploy --help"),
-        (["bench", "nothing"], "no such command 'nothing'; see opal-deploy bench --help"),
-        (["predict", "a.jpg"], "no such command 'predict'. Did you mean 'infer'? See opal-deploy --help"),
-        (["export"], "missing argument 'source'; see opal-deploy export --help"),
-    ],
-)
-def test_a_call_that_cannot_be_read_is_refused_in_one_line(opal, arguments, message):
-    assert one_line(opal(*arguments)).endswith(message)
-
-
-def test_inspect_needs_neither_torch_nor_a_runtime(exact_model):
-    for done in call_without(HEAVY, [("inspect", exact_model.with_suffix(suffix)) for suffix in (".onnx", ".pt")]):
-        assert "shufflenet_v2_x0_5" in check(done).stderr
+def test_inspect_and_doctor_need_neither_torch_nor_a_runtime(exact_model):
+    calls = [*(("inspect", exact_model.with_suffix(suffix)) for suffix in (".onnx", ".pt")), ("doctor", "--json")]
+    *inspected, examined = map(check, call_without(HEAVY, calls))
+    assert all("shufflenet_v2_x0_5" in done.stderr for done in inspected)
+    assert json.loads(examined.stdout)["schema"] == 1

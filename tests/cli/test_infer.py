@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from opal_deploy.artifact.files import compute_sha256
 from tests.cli.calls import MAIN, check, one_line, read_results
 
 
@@ -19,10 +20,10 @@ def pictures(tmp_path, make_pictures):
 
 @pytest.fixture
 def infer(opal, exact_model, tmp_path):
-    """`infer` with the model and an --out given, in an empty folder."""
+    """`infer` with the model and an --out given, in an empty folder; images are decoded in this process."""
 
     def run(*arguments, model=exact_model, out="out", **options):
-        fixed = [*(["--model", model] if model else []), *(["--out", out] if out else []), "--threads", "1"]
+        fixed = ["--model", model, "--out", out, "--threads", "1", "--no-isolate"]
         return opal("infer", *arguments, *fixed, cwd=tmp_path, **options)
 
     return run
@@ -71,56 +72,6 @@ def test_failed_and_passed_over_files_are_counted(infer, pictures, exact_model, 
     assert str(exact_model.parent) not in page
 
 
-def test_names_of_slots_are_in_the_records_and_nothing_is_drawn(infer, pictures, tmp_path):
-    check(infer(pictures))
-    labels = {record["prediction"]["label"] for record in read_results(tmp_path / "out")}
-    tables = (f"[{json.dumps(label, ensure_ascii=False)}]\n1 = 'tail'\n" for label in labels)
-    (tmp_path / "names.toml").write_text("".join(tables), "utf-8")
-    call = (pictures, "--slot-names", "names.toml")
-    assert "--slot-names none there, names.toml, sha256 " in check(infer(*call), 2).stderr
-    check(infer(*call, out="named"))
-    for record in read_results(tmp_path / "named"):
-        assert [slot.get("name") for slot in record["evidence"]] == [None, "tail", None]
-    assert not (tmp_path / "named/overlays").exists()
-
-
-def test_options_reach_the_records_and_the_summary(infer, pictures, tmp_path):
-    # a glob that the shell left alone
-    done = check(infer("in/*[13].png", "--min-margin", "2", "--top", "2", "--json"))
-    assert "2 abstained" in done.stderr
-    found = [(record["image"], record["status"], len(record["top"])) for record in read_results(tmp_path / "out")]
-    assert found == [("in/001.png", "abstained", 2), ("in/003.png", "abstained", 2)]
-    document = json.loads(done.stdout)
-    assert (document["images"], document["statuses"], document["errors"]) == (2, {"abstained": 2}, {})
-    assert document["out"] == "out"
-    assert document["seconds"] > 0
-
-
-def test_a_shard_without_images_is_a_run_without_records(infer, pictures, tmp_path):
-    check(infer("in", "--shard", "9/9"))
-    assert read_results(tmp_path / "out/shards/9-of-9") == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["in", "misspelt"], "misspelt: no such file or folder"),
-        (["empty"], "empty: no images in it; expected files such as .jpg or .png"),
-        (["-"], "it named no image; expected one path a line"),
-        (["in", "--shard", "0/3"], "shard '0/3': expected i/n with i from 1 to n, such as 1/4"),
-        (["in", "--boxes", "none.csv"], "none.csv: cannot be read (No such file or directory); expected a CSV or COCO"),
-        (["in", "--device", "tpu"], "device 'tpu': expected auto, cpu, cuda"),
-        (["in", "--format", "xml"], "--format 'xml': expected parquet or csv; results.jsonl is always written"),
-        (["in", "--max-errors", "5%"], "invalid value for '--max-errors': '5%': input should be a valid integer"),
-        ([os.fsdecode(b"a\nb\x1b(B\xff")], "a\\nb\\x1b(B\\udcff: no such file"),
-    ],
-)
-def test_a_wrong_call_is_answered_in_one_line_and_leaves_nothing(infer, pictures, tmp_path, arguments, message):
-    (tmp_path / "empty").mkdir()
-    assert message in one_line(infer(*arguments))
-    assert not (tmp_path / "out").exists()
-
-
 def test_an_out_that_cannot_be_is_a_wrong_call_also_with_debug(infer, pictures, tmp_path):
     (tmp_path / "file").write_text("x")
     done = infer(pictures, "--debug", out="file/out")
@@ -128,13 +79,6 @@ def test_an_out_that_cannot_be_is_a_wrong_call_also_with_debug(infer, pictures, 
     assert "Traceback" in done.stderr
     last = done.stderr.splitlines()[-1]
     assert "opal-deploy: file/out: cannot be written (Not a directory); give another --out" in last
-
-
-@pytest.mark.parametrize("command", ["infer", "explain"])
-def test_a_model_among_the_images_is_refused(opal, exact_model, pictures, tmp_path, command):
-    for model in (exact_model, exact_model.with_suffix(".pt")):
-        line = one_line(opal(command, pictures, model, cwd=tmp_path))
-        assert line.endswith(f"{model}: looks like a model, not an image; use --model {model}")
 
 
 def test_what_models_without_single_cells_can_and_cannot_do(infer, map_model, linear_model, pictures, tmp_path):
@@ -233,19 +177,10 @@ def test_everything_beside_the_records_agrees_with_them(infer, labelled, exact_m
     text = (tmp_path / "out/summary.json").read_text()
     document = json.loads(text)
     assert json.loads(done.stdout) == document
-    counts = {"failed": 1, "label_is_no_class": 2, "without_label": 0, "rows_without_image": 0}
-    expected = {
-        "complete": True, "stopped": None, "images": 6, "new_images": 6, "statuses": {"error": 1, "ok": 5},
-        "errors": {"not_an_image": 1}, "resumed": [],
-        "accuracy": {
-            "accuracy": correct / 3, "correct": correct, "wrong": 3 - correct,
-            "answered": 3, "answered_correct": correct, **counts,
-        },
-    }  # fmt: skip
+    expected = {"complete": True, "stopped": None, "images": 6, "errors": {"not_an_image": 1}, "resumed": []}
     assert {key: document[key] for key in expected} == expected
-    assert sum(entry["images"] for entry in document["classes"]) == 5
-    assert document["model"]["file"] == exact_model.name
-    assert len(document["model"]["sha256"]) == 64
+    assert document["accuracy"]["correct"] == correct
+    assert document["model"] == {"file": exact_model.name, "sha256": compute_sha256(exact_model)}
     assert "cpu" in document["runtime"].lower()
     assert document["images_per_second"] == pytest.approx(6 / document["seconds"])
     assert {"decode", "compute", "write"} <= {row["stage"] for row in document["time"]["stages"]}
@@ -277,6 +212,4 @@ def test_openvino_gives_the_records_of_onnx_runtime(opal, infer, pictures, exact
     for a, b in zip(*(read_results(tmp_path / out) for out in "ab"), strict=True):
         assert b["prediction"]["cosine"] == pytest.approx(a["prediction"]["cosine"], abs=1e-5)
         assert [slot["cell"] for slot in b["evidence"]] == [slot["cell"] for slot in a["evidence"]]
-    done = check(opal("verify", exact_model, "--runtime", "openvino", cwd=tmp_path))
-    assert "test vectors reproduced in OpenVINO " in done.stderr
     check(opal("verify", "b", "--model", exact_model, "--runtime", "openvino", cwd=tmp_path))

@@ -34,8 +34,8 @@ class Infer(runs.Infer):
         super().__init__(cwd, model, pictures)
         self.fixed, self._opal = ["in/", "--model", str(model), "--threads", "1", "--workers", "2"], opal
 
-    def __call__(self, *arguments, out="out"):
-        return self._opal("infer", *self.fixed, *(["--out", out] if out else []), *arguments, cwd=self.cwd)
+    def __call__(self, *arguments):
+        return self._opal("infer", *self.fixed, "--out", "out", *arguments, cwd=self.cwd)
 
     def start(self, *arguments, before=""):
         # a shell may have told its background jobs to ignore the signal
@@ -86,7 +86,7 @@ def assert_goes_on(infer, clean):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_random_moments_it_ends_like_a_run_that_was_not(infer, clean, kills):
     moments = random.Random(kills)
     while kills:

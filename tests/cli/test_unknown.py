@@ -46,7 +46,7 @@ def folder(opal, tmp_path_factory):
 @pytest.fixture(scope="module")
 def infer(opal, folder):
     def run(out, *arguments, model="model.onnx"):
-        return opal("infer", "in", "--model", model, *CPU, "--out", out, *arguments, cwd=folder)
+        return opal("infer", "in", "--model", model, *CPU, "--no-isolate", "--out", out, *arguments, cwd=folder)
 
     return run
 
@@ -91,21 +91,6 @@ def test_the_graph_computes_what_the_checkpoint_does(folder, records):
     assert [record["ood_score"] for record in explained] == pytest.approx(list(named.values()), abs=1e-4)
 
 
-def test_rates_and_numbers_choose_the_threshold_and_a_run_keeps_its_own(infer, folder, records):
-    for out, rate in (("half", "50%"), ("number", "0.0"), ("none", "2")):
-        check(infer(out, "--unknown", rate))
-    counts = [len(unknown(read_results(folder / out))) for out in ("none", "half", "number")]
-    assert counts == sorted(counts)
-    assert (counts[0], counts[2]) == (0, len(records))
-    other = check(infer("half", "--unknown", "40%"), 2).stderr.splitlines()[-1]
-    assert "it holds another run: --unknown 0.4" in other
-    # without the option nothing is unknown, and the number is still there
-    check(infer("plain"))
-    plain = read_results(folder / "plain")
-    assert unknown(plain) == set()
-    assert [record["ood_score"] for record in plain] == [record["ood_score"] for record in records]
-
-
 def test_what_cannot_be_answered_is_refused_in_a_line(infer, folder, opal, exact_model, map_model):
     before = "exact.onnx: computes no OOD score"
     assert before in one_line(infer("x", "--unknown", "5%", model=exact_model))
@@ -125,10 +110,9 @@ def test_what_cannot_be_answered_is_refused_in_a_line(infer, folder, opal, exact
 
 
 def test_other_forms_of_the_graph_keep_the_output(opal, infer, folder, records):
-    out, options = "fp16", ("--outputs", "topk", "--top-k", "2")
-    name = f"{out}.onnx"
-    fp16 = ("--precision", "fp16", "--no-verify", "--threads", "1")
-    check(opal("export", folder / "model.onnx", *fp16, *options, "--out", folder / name))
+    out, name = "fp16", "fp16.onnx"
+    options = ("--precision", "fp16", "--outputs", "topk", "--top-k", "2", "--no-verify", "--threads", "1")
+    check(opal("export", folder / "model.onnx", *options, "--out", folder / name))
     assert "ood_score" in {value.name for value in onnx.load(folder / name).graph.output}
     check(infer(out, "--unknown", RATE, "--top", "2", model=name))
     found = read_results(folder / out)
@@ -136,6 +120,11 @@ def test_other_forms_of_the_graph_keep_the_output(opal, infer, folder, records):
     assert [record["ood_score"] for record in found] == pytest.approx(expected, abs=1e-2)
     assert "noise.png" in unknown(found)
     check(opal("verify", out, "--model", name, "--all", *CPU, cwd=folder))
+    # what needs more classes than the file lists
+    assert "it lists 2 of 3 classes; give --top 2, or a file that lists more" in one_line(infer("x", model=name))
+    refused = one_line(opal("evaluate", "data", "--model", name, cwd=folder))
+    assert "fp16.onnx: outputs only the best 2 classes, and `evaluate` needs all" in refused
+    assert "of the best 2 classes" in opal("inspect", name, cwd=folder).stderr
 
 
 def test_a_file_without_the_output_holds_no_features(opal, folder):

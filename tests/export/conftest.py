@@ -1,11 +1,22 @@
-"""Networks that are exported for real: one that is tiny, and ResNet-18 with an attention that is far from uniform."""
+"""Networks that are exported for real, and TensorRT for RTX, which parses and builds them without a GPU."""
 
 import pytest
 
 from opal_deploy.export import images
+from opal_deploy.export.builder import EngineTarget
 from opal_deploy.model.config import HeadConfig
+from opal_deploy.runtime.tensorrt import TENSORRT_RTX, installed_version, load
 from opal_deploy.synthetic import draw_example
 from tests.builders import build_checkpoint, export_onnx
+
+needs_rtx = pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed")
+SM80 = EngineTarget(TENSORRT_RTX, "sm80", None, "a test")
+
+
+@pytest.fixture(scope="session")
+def rtx():
+    """Its library, or None where it is not installed."""
+    return None if installed_version(TENSORRT_RTX) is None else load(TENSORRT_RTX, "a test")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -25,18 +36,8 @@ def _images_drawn_once():
 
 
 @pytest.fixture(scope="session")
-def overflowing():
-    """A tiny network whose activations overflow float16 although no weight does."""
-    checkpoint = build_checkpoint(seed=3)
-    body = checkpoint.network.backbone.body
-    body.first.weight.data.mul_(3e4)
-    body.first.bias.data.mul_(3e4)
-    body.second.weight.data.div_(3e4)
-    return checkpoint
-
-
-@pytest.fixture(scope="session")
 def resnet18():
+    """ResNet-18 with an attention that is far from uniform."""
     return build_checkpoint("resnet18", HeadConfig(epsilon=0.1))
 
 

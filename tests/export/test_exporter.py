@@ -11,7 +11,6 @@ from PIL import Image
 from opal_deploy.artifact import onnx_file
 from opal_deploy.errors import UsageError
 from opal_deploy.export.checkpoint_source import CheckpointSource
-from opal_deploy.export.exporter import stage_onnx
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.plan import plan_export
 from opal_deploy.model.config import PLAIN_CLASSIFIER
@@ -72,11 +71,6 @@ class TestFromACheckpoint:
         assert {kind for name, kind in weights.items() if "classifier" in name} == {TensorProto.FLOAT}
         assert {kind for name, kind in weights.items() if "classifier" not in name} == {TensorProto.FLOAT16}
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small"])
-    def test_real_architectures_pass_in_half_precision(self, write_onnx, tmp_path, name):
-        assert write_onnx(build_checkpoint(name, size=(64, 64)), tmp_path / "c.onnx", "fp16").comparison
-
 
 def test_a_checkpoint_that_is_named_like_a_precision_is_refused():
     with pytest.raises(UsageError, match="ends like a precision"):
@@ -89,16 +83,6 @@ def candidate():
 
 
 class TestPlaces:
-    def test_a_folder_in_the_files_place_is_left_alone(self, candidate, tmp_path):
-        (tmp_path / "c.onnx").mkdir()
-        (tmp_path / "c.onnx" / "precious").write_text("")
-        with (
-            pytest.raises(UsageError, match="cannot be written"),
-            stage_onnx(candidate, tmp_path / "c.onnx", ExportOptions(threads=2)),
-        ):
-            pass
-        assert sorted(path.name for path in tmp_path.rglob("*")) == ["c.onnx", "precious"]
-
     def test_too_few_images_to_verify_on_are_refused(self, fp32, write_onnx, tmp_path):
         folder = tmp_path / "images"
         folder.mkdir()

@@ -12,7 +12,6 @@ from onnx import TensorProto
 from torch import nn
 from torchvision.ops import SqueezeExcitation
 
-from opal_deploy.artifact import onnx_file
 from opal_deploy.errors import UsageError
 from opal_deploy.export.builder import Network
 from opal_deploy.export.checkpoint_source import ExportGraph, trace
@@ -20,7 +19,6 @@ from opal_deploy.model.config import DISTANCES, HeadConfig
 from opal_deploy.model.head import OpalHead
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.openvino_session import OpenvinoSession
-from opal_deploy.runtime.tensorrt import TENSORRT_RTX, installed_version, load
 from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.synthetic import example_images
 from tests.builders import build_checkpoint
@@ -75,24 +73,6 @@ class TestResNet18:
         assert not [text for text in traces if text in content]
         assert not [node.name for node in graph.graph.node if node.doc_string or node.metadata_props]
 
-    def test_metadata_is_the_only_property_and_describes_the_network(self, exported, graph):
-        assert [entry.key for entry in graph.metadata_props] == ["opal"]
-        metadata = onnx_file.read_metadata(exported.path)
-        assert metadata == exported.metadata
-        assert (metadata.grid, metadata.evidence, metadata.exporter["opset"]) == ((2, 3), "exact", 17)
-        assert metadata.class_names == ("Sooty Albatross", "Crested Auklet", "Äußerer Käuz", "Tern <b>")
-        onnx_file.check_digest(exported.path, metadata)
-
-    def test_every_cell_was_compared(self, exported):
-        report = exported.metadata.verification
-        assert (report["passed"], report["images"], report["cells_different"]) == (True, 64, 0)
-        assert report["cells"] + report["cells_tied"] == 64 * 20
-
-
-@pytest.fixture(scope="module")
-def tensorrt():
-    return None if installed_version(TENSORRT_RTX) is None else load(TENSORRT_RTX, "a test")
-
 
 # every head of the paper's ablation: distances, then pooling and softmax, then those without anchors
 ANCHORED = [
@@ -119,8 +99,16 @@ def _added_epsilons(model):
     return sum(value is not None and value.size == 1 and 0 < value.item() < 1e-7 for value in added)
 
 
-@pytest.mark.parametrize("head", [*ANCHORED, *WITHOUT_ANCHORS], ids=_id)
-def test_every_head_exports_reproduces_pytorch_and_parses_in_tensorrt(write_onnx, tensorrt, tmp_path, head):
+# each of their settings is in one of the others
+SLOW = [ANCHORED[len(DISTANCES) + 2], *WITHOUT_ANCHORS[1:-1]]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [pytest.param(head, marks=[pytest.mark.slow] * (head in SLOW)) for head in (*ANCHORED, *WITHOUT_ANCHORS)],
+    ids=_id,
+)
+def test_every_head_exports_reproduces_pytorch_and_parses_in_tensorrt(write_onnx, rtx, tmp_path, head):
     single = head.prototypes_per_class == 1
     checkpoint = build_checkpoint(head=head, **({"num_classes": 2, "seed": 1} if single else {}))
     done = write_onnx(checkpoint, tmp_path / "c.onnx")
@@ -133,8 +121,8 @@ def test_every_head_exports_reproduces_pytorch_and_parses_in_tensorrt(write_onnx
         # ONNX optimisers take a scalar of 1e-8 for zero, and x + 0 for x
         assert _added_epsilons(model) == (2 if head.distance == "kl" else 1)
     _assert_reproduces_torch(done, checkpoint)
-    if tensorrt is not None:
-        Network(tensorrt, done.path.read_bytes(), "c.onnx")
+    if rtx is not None:
+        Network(rtx, done.path.read_bytes(), "c.onnx")
 
 
 def _assert_reproduces_torch(done, checkpoint):
@@ -153,15 +141,15 @@ def _assert_reproduces_torch(done, checkpoint):
 
 
 @pytest.mark.parametrize("cws", [True, False])
-def test_attention_is_output_on_request(write_onnx, tensorrt, tmp_path, cws):
+def test_attention_is_output_on_request(write_onnx, rtx, tmp_path, cws):
     # without the softmax, attention and projection are one tensor under two names
     done = write_onnx(build_checkpoint(head=HeadConfig(cws=cws)), tmp_path / "c.onnx", outputs="attention")
     outputs = OnnxSession(done.path, device="cpu", threads=2).run(example_images(2, 64, 96))
     assert outputs.attention is not None
     assert outputs.attention.shape == (2, 20, 2, 3)
     np.testing.assert_array_equal(outputs.attention.reshape(2, 20, 6).max(2), outputs.scores)
-    if tensorrt is not None:
-        Network(tensorrt, done.path.read_bytes(), "c.onnx")
+    if rtx is not None:
+        Network(rtx, done.path.read_bytes(), "c.onnx")
 
 
 def test_an_image_without_any_feature_gets_the_bias_and_not_nan(write_onnx, tmp_path):
@@ -173,21 +161,6 @@ def test_an_image_without_any_feature_gets_the_bias_and_not_nan(write_onnx, tmp_
     done = write_onnx(checkpoint, tmp_path / "c.onnx")
     outputs = OnnxSession(done.path, device="cpu", threads=2).run(example_images(1, 64, 96))
     np.testing.assert_allclose(outputs.logits[0], checkpoint.network.head.classifier.bias.detach(), atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("size", "kind"), [((160, 32), "uint8"), ((32, 32), "float32")], ids=["uint8", "one cell, float32"]
-)
-def test_a_size_and_kind_of_input_export(write_onnx, tensorrt, tmp_path, size, kind):
-    checkpoint = build_checkpoint(size=size)
-    done = write_onnx(checkpoint, tmp_path / "c.onnx", input=kind)
-    assert (done.metadata.input_size, done.metadata.input_kind) == (size, kind)
-    (images,) = onnx.load(done.path).graph.input
-    shape = [d.dim_value for d in images.type.tensor_type.shape.dim[1:]]
-    assert shape == ([*size, 3] if kind == "uint8" else [3, *size])
-    _assert_reproduces_torch(done, checkpoint)
-    if tensorrt is not None:
-        Network(tensorrt, done.path.read_bytes(), "c.onnx")
 
 
 def test_squeeze_and_excitation_needs_no_shape_of_the_batch(write_onnx, tmp_path):

@@ -15,6 +15,7 @@ from tests.cli.calls import check, one_line, read_results
 SIDE, CLASSES, NET = 96, 4, "shufflenet_v2_x0_5"
 OPTIONS = ("--size", str(SIDE), "--threads", "1")
 CPU = ("--device", "cpu", "--threads", "1")
+INFER = ("infer", "--no-isolate")
 KINDS = ("pip", "proto")
 
 
@@ -117,7 +118,7 @@ def test_the_file_answers_as_the_formula(exported):
 
 def test_a_record_adds_up_to_the_logit(exported, pictures, opal):
     theirs, folder = exported
-    check(opal("infer", pictures, "--explain", "--model", "model_state.onnx", "--out", "out", *CPU, cwd=folder))
+    check(opal(*INFER, pictures, "--explain", "--model", "model_state.onnx", "--out", "out", *CPU, cwd=folder))
     records = read_results(folder / "out")
     weights = theirs.weights.relu() if theirs.kind == "pip" else theirs.weights
     for record in records:
@@ -144,17 +145,10 @@ def test_the_best_classes_and_other_precisions_give_the_same_records(exported, p
     check(opal(*source, "--outputs", "topk", "--top-k", "2", "--out", "top.onnx", cwd=folder))
     check(opal("export", "model_state.onnx", "--precision", "fp16", "--threads", "1", "--out", "half.onnx", cwd=folder))
     for name in ("model_state", "top", "half"):
-        check(opal("infer", pictures, "--top", "2", "--model", f"{name}.onnx", "--out", name, *CPU, cwd=folder))
+        check(opal(*INFER, pictures, "--top", "2", "--model", f"{name}.onnx", "--out", name, *CPU, cwd=folder))
     full, top, half = (read_results(folder / name) for name in ("model_state", "top", "half"))
     assert [record["evidence"] for record in top] == [record["evidence"] for record in full]
     assert [record["prediction"]["label"] for record in half] == [record["prediction"]["label"] for record in full]
-
-
-def test_drift_compares_runs_of_the_file_and_has_no_baseline_in_it(exported, pictures, opal, tmp_path):
-    _, folder = exported
-    model = folder / "model_state.onnx"
-    check(opal("infer", pictures, "--model", model, "--out", tmp_path / "a", *CPU))
-    assert "list only the strongest prototypes" in one_line(opal("drift", tmp_path / "a", "--baseline", model))
 
 
 def test_a_prototype_is_dropped_for_all_classes_at_once(exported, opal):
@@ -234,18 +228,17 @@ def test_prototypes_that_are_cells_of_the_images_pass_the_gate(tmp_path, opal):
         ("protopnet:shufflenet_v2_x0_5", "last_layer.weight"),
         ("missing.yml", "YAML"),
         ("classes.txt.yml", "model_arch.yml of CaBRNet"),
+        ("pool/model_arch.yml", "scores of single cells"),
+        ("cosine/model_arch.yml", "similarity CosineSimilarity"),
     ],
 )
 def test_what_does_not_fit_is_named_in_one_line(exported, arch, expected, opal):
-    _, folder = exported
+    theirs, folder = exported
     (folder / "classes.txt.yml").write_text("a: 1\n")
+    for name, changes in {
+        "pool": {"name": "ProtoPoolClassifier"},
+        "cosine": {"similarity": "CosineSimilarity"},
+    }.items():
+        (folder / name).mkdir(exist_ok=True)
+        theirs.save_cabrnet(folder / name, **changes)
     assert expected in one_line(opal("export", "model_state.pth", "--arch", arch, *OPTIONS, cwd=folder))
-
-
-def test_a_head_whose_scores_are_no_single_cells_is_refused_with_the_reason(tmp_path, opal):
-    Theirs("proto").save_cabrnet(tmp_path, name="ProtoPoolClassifier")
-    error = one_line(opal("export", "model_state.pth", "--arch", "model_arch.yml", *OPTIONS, cwd=tmp_path))
-    assert "scores of single cells" in error
-    Theirs("proto").save_cabrnet(tmp_path, "CosineSimilarity")
-    error = one_line(opal("export", "model_state.pth", "--arch", "model_arch.yml", *OPTIONS, cwd=tmp_path))
-    assert "similarity CosineSimilarity" in error

@@ -7,39 +7,30 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-import torch
 from onnx import numpy_helper
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
 from opal_deploy.errors import UsageError
 from opal_deploy.export.api import export_engines
-from opal_deploy.export.builder import EngineTarget, Network
+from opal_deploy.export.builder import Network
 from opal_deploy.export.checkpoint_source import ExportGraph, trace
 from opal_deploy.export.images import choose_images
 from opal_deploy.export.int8 import quantised_layers, refinements, to_int8
 from opal_deploy.export.options import EngineOptions, ExportOptions
 from opal_deploy.model.checkpoint import build_metadata
 from opal_deploy.runtime.openvino_session import OpenvinoSession
-from opal_deploy.runtime.tensorrt import TENSORRT_RTX, installed_version, load
+from opal_deploy.runtime.tensorrt import TENSORRT_RTX
 from opal_deploy.synthetic import example_images
 from tests.builders import build_checkpoint, export_onnx
+from tests.export.conftest import SM80, needs_rtx
 
 IMAGES = example_images(16, 64, 64)
 
 
-def _with_biases(checkpoint):
-    """Return the checkpoint with biases in its batch norms, which fresh ones do not have."""
-    torch.manual_seed(0)
-    for module in checkpoint.network.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):
-            torch.nn.init.normal_(module.bias, std=0.1)
-    return checkpoint
-
-
 @pytest.fixture(scope="module")
 def traced():
-    checkpoint = _with_biases(build_checkpoint("resnet18", size=(64, 64)))
+    checkpoint = build_checkpoint("resnet18", size=(64, 64))
     model = trace(ExportGraph(checkpoint.network, "uint8", IMAGENET_MEAN, IMAGENET_STD))
     return model, build_metadata(checkpoint)
 
@@ -83,14 +74,11 @@ class TestGraph:
         scales = [weights[n.input[1]].size for n in model.graph.node if n.op_type == "DequantizeLinear"]
         assert {64, 128, 256, 512} <= set(scales)
 
-    @pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed")
-    def test_tensorrt_builds_it_smaller(self, for_engines):
-        library, target = load(TENSORRT_RTX, "a test"), EngineTarget(TENSORRT_RTX, "sm80", None, "a test")
-        sizes = [
-            len(Network(library, model.SerializeToString(), "m").build(target, EngineOptions()).content)
-            for model in for_engines
-        ]
-        assert sizes[1] < 0.45 * sizes[0]
+    @needs_rtx
+    def test_tensorrt_builds_it_smaller(self, rtx, for_engines):
+        networks = [Network(rtx, model.SerializeToString(), "m") for model in for_engines]
+        before, after = (len(network.build(SM80, EngineOptions()).content) for network in networks)
+        assert after < 0.45 * before
 
     def test_refinements_come_nearer_to_float(self, quantised, traced):
         before, model = quantised
@@ -110,16 +98,6 @@ class TestGraph:
         errors = [float(np.abs(scores(graph) - reference).mean()) for _, graph in tried]
         assert errors[0] > errors[2] > errors[-1]
         assert errors[-1] < 0.7 * errors[0]
-
-    def test_biases_take_back_what_rounded_weights_add(self, quantised):
-        before, model = quantised
-        corrected, plain = (
-            {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.graph.initializer}
-            for graph in (model, before)
-        )
-        layer = quantised_layers(model)[0]
-        bias = next(node.input[2] for node in model.graph.node if node.name == layer)
-        assert 0 < np.abs(corrected[bias] - plain[bias]).max() < 0.1
 
 
 class TestImages:

@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
-from onnx import helper, numpy_helper
+from onnx import numpy_helper, parser
 
 from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import TOP_OUTPUTS
 from opal_deploy.artifact.outputs import TopOutputs, select_top
 from opal_deploy.artifact.test_vectors import pack
 from opal_deploy.errors import UsageError
-from opal_deploy.export.builder import EngineTarget, Network
+from opal_deploy.export.builder import Network
 from opal_deploy.export.candidate import with_top_classes
 from opal_deploy.export.checkpoint_source import CheckpointSource
 from opal_deploy.export.graph_edit import add_top_outputs
@@ -24,10 +24,10 @@ from opal_deploy.export.verification import verify_candidate
 from opal_deploy.model.config import LINEAR_BASELINE
 from opal_deploy.runtime.devices import Driver
 from opal_deploy.runtime.onnx_session import OnnxSession
-from opal_deploy.runtime.tensorrt import TENSORRT_RTX, installed_version, load
 from opal_deploy.runtime.verification import verify_test_vectors
 from opal_deploy.synthetic import example_images
 from tests.builders import build_checkpoint
+from tests.export.conftest import SM80
 
 N, C = 50, 10
 
@@ -43,15 +43,12 @@ def test_of_equal_logits_the_lowest_class_is_listed_first_and_nan_stays_nan(k, m
     }
     arrays["logits"][4] = np.nan
 
-    def describe(prefix):
-        return [
-            helper.make_tensor_value_info(prefix + name, helper.np_dtype_to_tensor_dtype(a.dtype), ["N", a.shape[1]])
-            for name, a in arrays.items()
-        ]
-
-    nodes = [helper.make_node("Identity", [f"in_{name}"], [name]) for name in arrays]
-    graph = helper.make_graph(nodes, "head", describe("in_"), describe(""))
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    values = [f"float[N, {C}] {{}}logits", f"float[N, {C * m}] {{}}scores", f"int32[N, {C * m}] {{}}argmax"]
+    inputs, outputs = (", ".join(values).format(*[prefix] * 3) for prefix in ("in_", ""))
+    nodes = "".join(f"{name} = Identity (in_{name})" for name in arrays)
+    model = parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 20]> head ({inputs}) => ({outputs}) {{ {nodes} }}'
+    )
     content = add_top_outputs(model, ClassMap.blocks(C, m), k).SerializeToString()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
 
@@ -76,7 +73,7 @@ def test_of_equal_logits_the_lowest_class_is_listed_first_and_nan_stays_nan(k, m
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_an_export_lists_what_all_outputs_say_and_builds_in_tensorrt(fp32, write_onnx, tmp_path, precision):
+def test_an_export_lists_what_all_outputs_say_and_builds_in_tensorrt(fp32, rtx, write_onnx, tmp_path, precision):
     source = build_checkpoint(seed=8) if precision == "fp32" else fp32
     best = write_onnx(source, tmp_path / "best.onnx", precision, outputs="topk", top_k=3)
     assert (best.metadata.outputs, best.metadata.top_k) == (TOP_OUTPUTS, 3)
@@ -94,10 +91,8 @@ def test_an_export_lists_what_all_outputs_say_and_builds_in_tensorrt(fp32, write
             np.testing.assert_allclose(after, before, rtol=1e-6 if name == "score_norm" else 0, err_msg=name)
         comparison = verify_test_vectors(session, "best.onnx")
         assert comparison.cells + comparison.cells_tied == 4 * 3 * 5
-    if installed_version(TENSORRT_RTX) is not None:
-        network = Network(load(TENSORRT_RTX, "a test"), best.path.read_bytes(), "best.onnx")
-        target = EngineTarget(TENSORRT_RTX, "sm80", None, "a test")
-        assert network.build(target, EngineOptions(batch="1:2:4")).content
+    if rtx is not None:
+        assert Network(rtx, best.path.read_bytes(), "best.onnx").build(SM80, EngineOptions(batch="1:2:4")).content
 
 
 def test_a_graph_that_lists_wrongly_is_refused_although_its_other_outputs_are_right(tmp_path):

@@ -129,8 +129,10 @@ def _noisy(candidate, scale):
 
 def test_rounding_of_a_runtime_passes_where_the_graph_is_the_network_in_float64(candidate, tmp_path):
     noisy = _noisy(candidate, 8e-6)
-    with pytest.raises(VerificationError, match="a cosine differs"):
-        _write(replace(noisy, compare_in_float64=None), tmp_path / "m.onnx")
+    # more than rounding, or nothing that shows it to be rounding
+    for refused in (_noisy(candidate, 5e-4), replace(noisy, compare_in_float64=None)):
+        with pytest.raises(VerificationError, match="a cosine differs"):
+            _write(refused, tmp_path / "m.onnx")
     done = _write(noisy, tmp_path / "m.onnx").metadata.verification
     assert done["float64"]["graph"]["cosine"] < 2.5e-7
     assert 1e-6 < done["gate"]["cosine"] <= WIDEST.cosine
@@ -140,11 +142,6 @@ def test_a_normalised_input_is_widened_too():
     options = ExportOptions(threads=1, input="float32")
     candidate = CheckpointSource(build_checkpoint(), Path("c.pt")).build_candidate(["fp32"], options)
     assert candidate.compare_in_float64(candidate.model).graph.cosine < 1e-6
-
-
-def test_more_than_rounding_of_a_runtime_is_refused(candidate, tmp_path):
-    with pytest.raises(VerificationError, match="a cosine differs"):
-        _write(_noisy(candidate, 5e-4), tmp_path / "m.onnx")
 
 
 def test_a_fault_in_one_layer_shows_in_float64_behind_any_rounding(candidate, tmp_path):

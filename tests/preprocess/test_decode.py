@@ -192,18 +192,9 @@ def test_every_mode_that_pillow_returns_becomes_rgb(mode):
     assert decode(Image.new(mode, (3, 2))).mode == "RGB"
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        (PIXELS[:, ::2], PIXELS[:, ::2]),
-        (PIXELS[..., 0], np.repeat(PIXELS[..., :1], 3, 2)),
-        (UPRIGHT, PIXELS),
-        (encoded(UPRIGHT), PIXELS),
-    ],
-    ids=["strided array", "grey array", "PIL image", "bytes"],
-)
-def test_sources_other_than_paths_give_their_pixels(source, expected):
-    assert np.array_equal(decoded_pixels(source), expected)
+def test_strided_and_grey_arrays_give_their_pixels():
+    assert np.array_equal(decoded_pixels(PIXELS[:, ::2]), PIXELS[:, ::2])
+    assert np.array_equal(decoded_pixels(PIXELS[..., 0]), np.repeat(PIXELS[..., :1], 3, 2))
 
 
 def test_a_pil_image_is_oriented_like_its_file_and_stays_as_it_was():

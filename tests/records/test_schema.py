@@ -36,11 +36,6 @@ def test_the_cli_writes_the_document_of_the_package(opal):
     assert json.loads(opal("schema", blocked=("numpy", "PIL")).stdout) == json_schema()
 
 
-@pytest.mark.parametrize("record", [OK, {**OK, "status": "abstained", "margin": None, "label": "x"}, FAILED])
-def test_good_records_fit(record):
-    validator(strict=True).validate(record)
-
-
 WRONG_VALUES = [
     ("image", 5), ("image_index", -1), ("width", 0), ("margin", "0.5"), ("margin", float("nan")),
     ("margin", 10**400), ("prediction", {}), ("top", []), ("evidence", [{**SLOT, "box": None}]),

@@ -2,9 +2,7 @@
 
 import base64
 import json
-import os
 import pickle
-import threading
 
 import pytest
 from cryptography.hazmat.primitives import serialization
@@ -89,19 +87,11 @@ def test_a_private_key_is_read_or_refused_in_one_line(keys, monkeypatch, name, p
     assert caught.value.__suppress_context__ or caught.value.__context__ is None
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("missing.pem", "cannot be read"),
-        ("key.pem", "a private key found"),
-        ("rsa-public.pem", "RSAPublicKey found"),
-        ("damaged-PUBLIC.pem", "damaged"),
-    ],
-)
-def test_a_bad_public_key_is_refused_in_one_line(keys, name, message):
-    with pytest.raises(UsageError) as caught:
-        PublicKeys([keys / name])
-    assert message in str(caught.value)
+def test_a_bad_public_key_is_refused(keys):
+    named = {"missing": "cannot be read", "key": "a private key", "rsa-public": "RSAPublicKey"}
+    for name, message in {**named, "damaged-PUBLIC": "damaged"}.items():
+        with pytest.raises(UsageError, match=message):
+            PublicKeys([keys / f"{name}.pem"])
 
 
 def test_a_key_that_others_can_read_is_warned_of_and_never_leaves_its_process(keys, tmp_path):
@@ -171,12 +161,3 @@ def test_a_key_stands_alone_in_its_file(keys, tmp_path):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(UsageError, match="one"):
             PublicKeys([tmp_path / name])
-
-
-def test_a_key_may_come_from_a_pipe(keys, tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    writer = threading.Thread(target=pipe.write_bytes, args=[(keys / "public.pem").read_bytes()])
-    writer.start()
-    assert PublicKeys([pipe])._keys.keys() == PublicKeys([keys / "public.pem"])._keys.keys()
-    writer.join()

@@ -1,6 +1,7 @@
 """What is asked before native code sees an engine, and what the first load on a machine does."""
 
 import json
+import re
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -30,16 +31,9 @@ def refusal(stand):
 
 def test_a_flipped_bit_or_a_missing_end_of_the_plan_is_found(stand):
     content = stand.path.read_bytes()
-    for position in (0, len(content) // 2, len(content) - 1):
-        flipped = bytearray(content)
-        flipped[position] ^= 4
-        stand.path.write_bytes(flipped)
-        line = refusal(stand)
-        assert "damaged" in line
-        assert "c.fp16.onnx --trt --rebuild" in line
-    for share in (0, 0.999):
-        stand.path.write_bytes(content[: int(share * len(content))])
-        assert "damaged" in refusal(stand)
+    for damaged in (content[:-1] + bytes([content[-1] ^ 4]), content[:-9], b""):
+        stand.path.write_bytes(damaged)
+        assert re.search(r"damaged.*c\.fp16\.onnx --trt --rebuild", refusal(stand))
 
 
 def test_every_flipped_byte_of_the_sidecar_and_any_other_content_is_found(stand):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import urllib.request
 
 import pytest
 
@@ -45,27 +46,13 @@ def use_endpoint(monkeypatch):
     remote._connect.cache_clear()
 
 
-@pytest.fixture(scope="session")
-def s3_client(s3_endpoint):
-    """botocore's client of the server."""
+@pytest.fixture
+def s3(s3_endpoint, use_endpoint):
+    """botocore's client of the server, with a bucket `photos` of this test's own."""
     import botocore.session
 
-    names = {"AWS_ACCESS_KEY_ID": "aws_access_key_id", "AWS_SECRET_ACCESS_KEY": "aws_secret_access_key"}
-    keys = {argument: _KEYS[name] for name, argument in names.items()}
-    session = botocore.session.get_session()
-    with contextlib.closing(
-        session.create_client("s3", _KEYS["AWS_DEFAULT_REGION"], endpoint_url=s3_endpoint, **keys)
-    ) as client:
-        yield client
-
-
-@pytest.fixture
-def s3(s3_client, s3_endpoint, use_endpoint):
-    """The client, with a bucket `photos` of this test's own."""
     use_endpoint(s3_endpoint)
-    s3_client.create_bucket(Bucket="photos")
-    yield s3_client
-    for page in s3_client.get_paginator("list_objects_v2").paginate(Bucket="photos"):
-        for entry in page.get("Contents", ()):
-            s3_client.delete_object(Bucket="photos", Key=entry["Key"])
-    s3_client.delete_bucket(Bucket="photos")
+    with contextlib.closing(botocore.session.get_session().create_client("s3")) as client:
+        client.create_bucket(Bucket="photos")
+        yield client
+    urllib.request.urlopen(f"{s3_endpoint}/moto-api/reset", data=b"").close()

@@ -40,6 +40,11 @@ def coco(**changes):
     return json.dumps(document | changes)
 
 
+def detections(**changes):
+    document = {"detection_categories": {"1": "animal"}, "images": [{"file": "a.png"}]}
+    return json.dumps(document | changes)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -86,6 +91,10 @@ def make_pipe(folder):
         (boxes, "{" + '"a":[' * 200_000, "not a COCO file"),
         (boxes, coco(annotations=[]), "no boxes"),
         (boxes, coco(annotations=[{"image_id": 7, "bbox": [1, 2, 3, 4]}] * 2), "two boxes for a.jpg"),
+        (boxes, detections(images=None), "not MegaDetector"),
+        (boxes, detections(images=[]), "no images"),
+        (boxes, detections(detection_categories={"1": "dog"}), "no animal"),
+        (boxes, detections(images=[{"file": "a.png"}, {"file": "./a.png"}]), "two entries for a.png"),
         (labels, "image,class\na,b\n", "columns image, class"),
         (labels, "image,label\n", "no labels"),
         (labels, "image,label\na\n", "line 2"),

@@ -54,16 +54,11 @@ def failing_server(status, code):
     """Yield the URL of a server that answers every request with this error of S3's."""
 
     class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
         def answer(self):
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            body = b"" if self.command == "HEAD" else f"<Error><Code>{code}</Code></Error>".encode()
             self.send_response(status)
-            self.send_header("Content-Type", "application/xml")
-            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(b"" if self.command == "HEAD" else f"<Error><Code>{code}</Code></Error>".encode())
 
         do_GET = do_PUT = do_POST = do_HEAD = answer
 

@@ -7,7 +7,6 @@ from PIL import Image
 from opal_deploy.errors import UsageError
 from opal_deploy.synthetic import example_images, generate_dataset, read_annotations
 from opal_deploy.synthetic.creatures import MAX_SPECIES, draw_creature, list_species
-from opal_deploy.synthetic.dataset import encode_runs
 
 SMALL = {"num_species": 3, "train_per_class": 2, "val_per_class": 1, "test_per_class": 1, "size": (64, 96)}
 
@@ -77,13 +76,6 @@ def test_impossible_request_is_refused_before_anything_is_written(tmp_path, chan
     with pytest.raises(UsageError, match=message):
         generate_dataset(tmp_path / "new", **{**SMALL, **change})
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize(
-    ("mask", "runs"), [("00 00", (4,)), ("11 11", (0, 4)), ("01 10", (1, 2, 1)), ("10 01", (0, 1, 2, 1))]
-)
-def test_runs_start_with_background_and_go_row_by_row(mask, runs):
-    assert encode_runs(np.array([[pixel == "1" for pixel in row] for row in mask.split()])) == runs
 
 
 @pytest.mark.parametrize("damage", ["not json", "[]", "{}", '{"schema": 2}', '{"schema": 1}'])

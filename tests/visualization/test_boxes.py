@@ -33,15 +33,6 @@ def test_where_contributions_do_not_add_up_to_the_cosine_all_lines_are_equal(mak
     assert line_widths(make_record(SIZE, CELLS, [0.02, 0.9, 0.45], distance=distance)) == [1, 1, 1]
 
 
-def test_the_caption_says_what_the_lines_mean_only_where_they_differ(make_record, monkeypatch):
-    notes = []
-    monkeypatch.setattr("opal_deploy.visualization.overlay.wrap_text", lambda text, *_, **__: notes.append(text) or [])
-    weak = make_record(SIZE, CELLS, [0.02, 0.9, 0.45])
-    for record in (weak, make_record(SIZE, distance="kl"), make_record(SIZE, [(2, 2)])):
-        draw_overlay(Image.new("RGB", SIZE), record)
-    assert [note for note in notes if "Thick" in note] == ["Thick: the strongest slot. Faint: slot 0, 1%."]
-
-
 @pytest.mark.parametrize(
     ("parts", "emphases"),
     [

@@ -173,24 +173,12 @@ def test_an_atlas_is_written_where_it_replaces_nothing_else(tmp_path, there, ove
 
 
 def test_the_page_shows_every_patch_and_escapes_what_things_are_called(tmp_path):
-    atlas = build(tmp_path, label=HOSTILE)
+    atlas = build(tmp_path, label=HOSTILE, labels=("ash", "ash", None))
     text = (tmp_path / "atlas.html").read_text("utf-8")
+    assert "0 correct, ash 2" in text
     assert "<script" not in text
     assert HOSTILE in html.unescape(text)
     sources = re.findall(r'<img [^>]*src="([^"]*)"', text)
     assert sorted(sources) == patch_files(atlas)
     assert all((tmp_path / source).is_file() for source in sources)
     assert not re.search(r"https?://", text)
-
-
-@pytest.mark.slow
-@pytest.mark.browser
-@pytest.mark.parametrize("width", [360, 1280])
-def test_the_page_fits_and_shows_names_whole(open_page, tmp_path, width):
-    build(tmp_path, label="oak_with_a_long_name_and_no_spaces_" * 4, labels=("ash", "ash", None))
-    page = open_page(tmp_path / "atlas.html", width=width)
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    cut = "all => all.filter(e => e.scrollWidth > e.clientWidth || getComputedStyle(e).overflow !== 'visible').length"
-    assert page.locator("figcaption, p, h1, h2, li").evaluate_all(cut) == 0
-    assert "0 correct, ash 2" in page.locator("#class-0 + p").text_content()
-    assert page.problems == []

@@ -7,7 +7,6 @@ from playwright.sync_api import expect
 
 from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.records.build import error_record
-from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
 from opal_deploy.visualization.report import ReportOptions, ReportWriter, make_thumbnail
 from tests.browser import find_violations, needs_axe
 
@@ -24,7 +23,6 @@ HOSTILE = (
     "a\n\udcff&amp;&lt;b",
 )
 OPEN_DETAILS = "document.querySelectorAll('details').forEach(d => d.open = true)"
-FITS = "document.documentElement.scrollWidth <= innerWidth"
 pytestmark = pytest.mark.browser
 
 
@@ -188,28 +186,6 @@ def test_an_address_leads_to_one_image_or_says_that_there_is_none(open_page, rep
 
 
 @pytest.mark.slow
-def test_drawings_beside_the_page_appear_without_their_legends(open_page, write_report, tmp_path, make_record):
-    sizes = [(300, 200), (200, 300), (200, 400), (900, 300)]
-    (tmp_path / "overlays").mkdir()
-    records = [replace(make_record(size), overlay=f"overlays/{i:06}.jpg") for i, size in enumerate(sizes)]
-    for record, size in zip(records, sizes, strict=True):
-        overlay = draw_overlay(Image.new("RGB", size, (10, 20, 200)), record)
-        (tmp_path / record.overlay).write_bytes(encode_jpeg(overlay))
-    write_report(records, image_mode="files")
-    page = open_page(tmp_path / "report.html")
-    shown = page.evaluate("""() => Promise.all([...document.querySelectorAll('#cards img')].map(async i => {
-        i.loading = 'eager';
-        await i.decode();
-        const f = i.parentNode.getBoundingClientRect();
-        return [f.width / f.height, f.width * i.naturalWidth / i.getBoundingClientRect().width];
-    }))""")
-    for (ratio, width), size in zip(shown, sizes, strict=True):
-        assert ratio == pytest.approx(size[0] / size[1], abs=0.02)
-        assert width == pytest.approx(size[0], rel=0.01), "the visible part of the drawing is the photograph"
-    assert page.problems == []
-
-
-@pytest.mark.slow
 def test_an_open_image_leads_to_its_overlay(open_page, write_report, make_record):
     overlays = ("overlays/000000-a.jpg", "../../secret.png")
     path = write_report([replace(make_record(SIZE), overlay=overlay) for overlay in overlays])
@@ -265,33 +241,6 @@ def test_without_scripts_the_page_says_so_and_keeps_its_tables(open_page, report
     expect(page.locator("main noscript p")).to_be_visible()
     expect(page.get_by_role("heading", name="Predicted classes")).to_be_visible()
     expect(page.locator(".orders")).to_be_hidden()  # what does nothing is not shown
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [360, 1280])
-def test_answers_are_on_the_first_screen_and_nothing_is_wider_than_the_window(open_page, report, width):
-    page = open_page(report, width=width)
-    assert page.locator("#cards article").first.bounding_box()["y"] < 800
-    page.evaluate(OPEN_DETAILS)
-    assert page.evaluate(FITS)
-    page.evaluate("location.hash = '#i=3'")
-    assert page.locator("#sheet[open]").evaluate("s => s.scrollWidth <= s.clientWidth")
-    assert page.evaluate(FITS)
-
-
-@pytest.mark.slow
-def test_a_sheet_is_printed_alone_and_photographs_whole(open_page, write_report, make_record):
-    records = [(make_record(size), Image.new("RGB", size)) for size in ((200, 500), (300, 200))]
-    entries = [(record, make_thumbnail(image, record)) for record, image in records]
-    page = open_page(write_report(entries), width=794)
-    page.emulate_media(media="print")
-    hidden = "all => all.map(f => f.firstChild.getBoundingClientRect().height - f.getBoundingClientRect().height)"
-    assert max(page.locator(".photo").evaluate_all(hidden)) < 1
-    page.evaluate("location.hash = '#i=1'")
-    for selector in ("#sheet", "#sheet .slots"):
-        expect(page.locator(selector)).to_be_visible()
-    for selector in ("main", "header", ".bar-top"):
-        expect(page.locator(selector)).to_be_hidden()
 
 
 @pytest.mark.slow
