@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -12,6 +13,7 @@ from opal_deploy.model.backbones import Backbone
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
+from opal_deploy.preprocess.geometry import cell_boxes
 from opal_deploy.runtime.tensorrt import platform_name
 from opal_deploy.synthetic import example_images
 
@@ -100,3 +102,8 @@ def build_sidecar(path, metadata, **changes):
 def build_anchors(num_classes, m, dtype=torch.float32):
     """Return the anchors as a matrix [C, K]: 1/sqrt(m) on the block of each class and 0 elsewhere (paper, Eq. 1)."""
     return torch.kron(torch.eye(num_classes, dtype=dtype), torch.full((1, m), m**-0.5, dtype=dtype))
+
+
+def cell_box(geometry, row, col, grid):
+    """Return the box of one cell of an image."""
+    return tuple(cell_boxes([geometry.crop], np.array([[row]]), np.array([[col]]), grid)[0, 0].tolist())

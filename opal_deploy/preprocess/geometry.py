@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,13 +48,6 @@ class Geometry:
         """Return the geometry of an image that is not cropped."""
         return Geometry(width, height, (0, 0, width, height))
 
-    def cell_box(self, row: int, col: int, grid: tuple[int, int]) -> tuple[float, float, float, float]:
-        """Return the rectangle (x0, y0, x1, y1) of the cell (row, col), in float pixels of the whole oriented image.
-
-        Rows and columns count from 0 at the top left; `grid` is (H, W), the cells of the feature map.
-        """
-        return cast(Box, _rectangle(*self.crop, row, col, grid))
-
     def cell_centres(self, grid: tuple[int, int]) -> NDArray[np.float64]:
         """Return the centres (x, y) of all cells of a grid (H, W) in the same pixels: float64 [H * W, 2], row-major."""
         (rows, cols), (x0, y0, x1, y1) = grid, self.crop
@@ -66,7 +59,7 @@ class Geometry:
 def cell_boxes(
     crops: Sequence[tuple[int, int, int, int]], rows: NDArray[np.int64], cols: NDArray[np.int64], grid: tuple[int, int]
 ) -> NDArray[np.float64]:
-    """Return the rectangles of many images' cells, the same as `Geometry.cell_box` to the last bit.
+    """Return the rectangles (x0, y0, x1, y1) of many images' cells, in float pixels of the whole oriented images.
 
     Args:
         crops: of N images, see `Geometry`.
@@ -77,14 +70,8 @@ def cell_boxes(
         float64 [N, m, 4]: (x0, y0, x1, y1).
     """
     x0, y0, x1, y1 = np.array(crops, np.float64).reshape(-1, 4).T[:, :, None]
-    return np.stack(_rectangle(x0, y0, x1, y1, rows, cols, grid), axis=2)
-
-
-def _rectangle(x0: Any, y0: Any, x1: Any, y1: Any, row: Any, col: Any, grid: tuple[int, int]) -> tuple[Any, ...]:
-    """Return (x0, y0, x1, y1) of a cell of a crop; arrays broadcast."""
-    rows, cols = grid
-    width, height = (x1 - x0) / cols, (y1 - y0) / rows
-    return x0 + col * width, y0 + row * height, x0 + (col + 1) * width, y0 + (row + 1) * height
+    width, height = (x1 - x0) / grid[1], (y1 - y0) / grid[0]
+    return np.stack([x0 + cols * width, y0 + rows * height, x0 + (cols + 1) * width, y0 + (rows + 1) * height], axis=2)
 
 
 def compute_geometry(image: Image.Image, box: Box | None = None) -> Geometry:

@@ -9,7 +9,7 @@ import contextlib
 import math
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -195,18 +195,19 @@ def describe_cost(
 
 def measure_seconds_per_step(network: OpalNetwork) -> float:
     """Return the seconds of a step of fitting the head, to random features of 64 images."""
-    channels = min(DIRECTIONS, network.backbone.num_features)
-    if not network.config.head.projection:
+    channels, config = min(DIRECTIONS, network.backbone.num_features), network.config
+    if not config.head.projection:
         return 0.0  # a dense layer on pooled features
     device = next(network.parameters()).device
-    head = OpalHead(channels, network.config.num_classes, network.config.head).to(device)
+    head = OpalHead(channels, config.num_classes, config.head).to(device)
     features = torch.randn(BATCH, channels, *network.grid, device=device)
-    seconds = 0.0
-    for _ in range(2):  # the first one warms up
-        started = time.perf_counter()
-        head(features).sum().backward()
-        seconds = time.perf_counter() - started
-    return seconds
+
+    def step() -> Tensor:
+        total: Tensor = head(features).sum()
+        total.backward()  # type: ignore[no-untyped-call]
+        return total
+
+    return _time(step)
 
 
 def measure_seconds_per_image(network: OpalNetwork, images: TrainImages) -> float:
@@ -215,12 +216,17 @@ def measure_seconds_per_image(network: OpalNetwork, images: TrainImages) -> floa
     pixels = [torch.tensor(images[0, index][0][..., :3]) for index in range(min(_MEASURED, len(images)))]
     inputs = normalize(torch.stack(pixels).to(device), config.mean, config.std)
     network.eval()
+    with torch.no_grad():
+        return _time(lambda: network.backbone(inputs)) / len(inputs)
+
+
+def _time(call: Callable[[], Tensor]) -> float:
+    """Return the seconds of a call; an earlier one warms up."""
     seconds = 0.0
-    for batch in (inputs[:1], inputs):  # the first one warms up
+    for _ in range(2):
         started = time.perf_counter()
-        with torch.no_grad():
-            network.backbone(batch).sum().item()  # waits for the device
-        seconds = (time.perf_counter() - started) / len(batch)
+        call().sum().item()  # waits for the device
+        seconds = time.perf_counter() - started
     return seconds
 
 

@@ -10,6 +10,7 @@ from PIL import Image
 from opal_deploy.errors import ImageError
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.preprocess.resize import normalise, to_input
+from tests.builders import cell_box
 
 GRID = (3, 4)
 INPUT = (48, 64)
@@ -37,7 +38,7 @@ def with_block(size, block):
 def test_a_bright_block_in_a_cells_box_lights_that_cell_alone(size, box):
     for row, col in product(range(GRID[0]), range(GRID[1])):
         geometry = compute_geometry(Image.new("RGB", size), box)
-        image = with_block(size, geometry.cell_box(row, col, GRID))
+        image = with_block(size, cell_box(geometry, row, col, GRID))
         assert brightest_cell(to_input(image, geometry, INPUT)) == (row, col)
 
 

@@ -13,6 +13,7 @@ from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.build import ImageInfo, build_records, class_evidence
 from opal_deploy.records.decision import Decision
 from opal_deploy.records.lines import to_document
+from tests.builders import cell_box
 
 C, M, N = 60, 3, 11
 METADATA = Metadata(
@@ -46,7 +47,7 @@ def test_a_batch_of_records_is_what_each_image_says_alone(top):
             assert (found.slot, found.channel, found.cell) == (slot, channel, cell)
             assert found.score == float(scores[i, channel])
             assert found.contribution == pytest.approx(z[channel] / np.sqrt(M), abs=1e-12)
-            assert found.box == image.geometry.cell_box(*cell, METADATA.grid)
+            assert found.box == cell_box(image.geometry, *cell, METADATA.grid)
 
 
 def test_a_calibrated_model_gives_each_listed_class_its_probability_among_all():
