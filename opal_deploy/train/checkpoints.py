@@ -171,6 +171,8 @@ def measure_network(
     else:
         outputs = LabelledOutputs.of(answers.outputs, answers.labels, config)
     val, calibration = outputs.compute_metrics(config.class_map), calibrate(outputs.logits, outputs.labels)
+    if answers is not None:
+        calibration = replace(calibration, split="out-of-fold")
     # only the process that writes them measures them, on a bounded number of images
     receptive_field = baseline = neighbours = None
     if fabric.is_global_zero:

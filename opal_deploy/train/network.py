@@ -147,10 +147,10 @@ def describe_run(options: TrainOptions, config: Mapping[str, Any], epochs: int) 
     head = options.head_config
     where = "" if options.stride is None else f" at stride {options.stride}"
     slots = f"{head.prototypes_per_class} prototypes per class" if head.anchors else f"head {head.kind}"
+    steps = f"{epochs} epochs in batches of {options.batch_size}, learning rate {options.lr:g}"
     return (
         f"training {options.backbone}{where} on {config['device']} in {config['precision']}, from "
-        f"{options.start_from or options.weights}, {slots}: {epochs} epochs in batches of {options.batch_size}, "
-        f"learning rate {options.lr:g}"
+        f"{options.start_from or options.weights}, {slots}: {steps if epochs else 'the head only'}"
     )
 
 
