@@ -12,7 +12,6 @@ import typer
 
 from opal_deploy.cli.console import print_line, print_message, progress
 from opal_deploy.errors import ExitCode
-from opal_deploy.model.config import HeadConfig
 from opal_deploy.train.options import TrainOptions
 
 if TYPE_CHECKING:
@@ -82,10 +81,4 @@ def _print_result(result: TrainResult) -> None:
     print_message(str(result.best))
     if result.config["data"]["crop"] == "boxes":
         print_message("Trained on images cropped to boxes: give infer the boxes of its images too, with --boxes FILE")
-    options = result.config["options"]
-    from opal_deploy.model.backbones import is_transformer
-
-    has_finer = options["stride"] is None and not is_transformer(options["backbone"])
-    if has_finer and HeadConfig.from_dict(options["head"]).evidence == "exact":
-        print_message("For boxes that say more, train with --stride 16: finer cells")
     print_message(f"Next: opal-deploy export {result.best}")

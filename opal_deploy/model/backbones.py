@@ -181,11 +181,6 @@ def build_classifier(
     return _find_network(name).build_classifier(num_classes, stride, device)
 
 
-def is_transformer(name: str) -> bool:
-    """Return whether a network's cells are the tokens of a transformer."""
-    return isinstance(_find_network(name), TokenNetwork)
-
-
 def own_stride(name: str) -> int:
     """Return the input pixels per cell of a network with all of its layers before the global pooling."""
     return _find_network(name).find_cut().stride

@@ -164,14 +164,12 @@ def _slide(field: _Field, output: Tensor, *window: Sequence[int]) -> _Field:
 def _upsample(field: _Field, output: Tensor) -> _Field:
     """Return the field after bilinear upsampling: the two nearest cells along each axis, wherever a new cell lies."""
     assert field.extent is not None  # checked by the caller
-
-    def refine(span: _Span, ratio: int) -> _Span:
-        step = span.step // ratio
-        # the cell's centre lies up to 1.5 coarse cells, less one fine cell, behind the first centre that it mixes
-        return _Span(span.first - (3 * span.step // 2 - step), span.last + span.step // 2, step)
-
-    rows, cols = (refine(span, -(-size // before)) for span, size, before in
-                  zip((field.rows, field.cols), output.shape[-2:], field.extent, strict=True))  # fmt: skip
+    ratio = -(-output.shape[-1] // field.extent[1])
+    # a new cell's centre lies up to 1.5 coarse cells, less one fine cell, behind the first centre that it mixes
+    rows, cols = (
+        _Span(span.first - (3 * span.step // 2 - span.step // ratio), span.last + span.step // 2, span.step // ratio)
+        for span in (field.rows, field.cols)
+    )
     return replace(field, rows=rows, cols=cols, extent=(output.shape[-2], output.shape[-1]))
 
 

@@ -29,16 +29,8 @@ from opal_deploy.logs import Log, Progress, as_progress, no_progress
 from opal_deploy.model.backbones import get_library
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.train import head_fit, machine
-from opal_deploy.train.checkpoints import (
-    RunWriter,
-    TrainState,
-    copy_weights,
-    predict,
-    read_checkpoint,
-    refuse_other_run,
-    restore,
-)
+from opal_deploy.train import checkpoints, head_fit, machine, out_of_fold
+from opal_deploy.train.checkpoints import RunWriter, TrainState
 from opal_deploy.train.head_fit import FrozenFeatures, compute_frozen_features, fit_head
 from opal_deploy.train.images import Batches, Loaders, normalize, prepare_images
 from opal_deploy.train.losses import NetworkTerms, Objective, make_objective, read_regions_channel
@@ -54,16 +46,7 @@ from opal_deploy.train.network import (
     settle_stride,
 )
 from opal_deploy.train.options import TrainOptions
-from opal_deploy.train.out_of_fold import (
-    PLAIN,
-    OutOfFold,
-    answer_out_of_fold,
-    answer_plainly,
-    count_folds,
-    describe_answers,
-    new_head,
-    write_answers,
-)
+from opal_deploy.train.out_of_fold import OutOfFold
 from opal_deploy.train.run_directory import (
     EpochRecord,
     TrainResult,
@@ -175,7 +158,7 @@ def fit(data: DataSet, options: TrainOptions, *, again: bool = False) -> TrainRe
     progress, log = as_progress(options.progress), options.log
     if not fabric.is_global_zero:
         progress, log = no_progress, lambda line: None
-    last = read_checkpoint(run_dir.last) if options.resume and run_dir.last.is_file() else None
+    last = checkpoints.read_checkpoint(run_dir.last) if options.resume and run_dir.last.is_file() else None
     stored = None if last is None else last["training"]
     start = load_start(options, data)
     new_classes = start is not None and start.class_names != data.class_names
@@ -189,7 +172,7 @@ def fit(data: DataSet, options: TrainOptions, *, again: bool = False) -> TrainRe
     run = Run(data, options, fabric, precision, progress, log, fingerprint_dataset(data, options.keep_off))
     if stored is not None and data.whole is not None and (stored.get("data") or {}).get("val") == 0:
         whole = replace(run, fingerprint=fingerprint_dataset(data.whole, options.keep_off))
-        refuse_other_run(run_dir.last, stored, whole.identify(start))
+        checkpoints.refuse_other_run(run_dir.last, stored, whole.identify(start))
         log("the head was fitted to all images: fine-tuning sets a fifth aside, and begins with a head for the others")
         last, again = None, True
     with machine.explained_memory_errors():
@@ -217,9 +200,8 @@ def _train(
     if last is None:
         fits = options.head_steps > 0 and (start is None or start.class_names != data.class_names)
         if fabric.is_global_zero:
-            heads = int(fits) + (count_folds(len(data.train)) if fits and loaders.val is None else 0)
-            line = describe_cost(network, options, data, loaders.train.images, heads=heads, processes=fabric.world_size)
-            run.log(line)
+            heads = int(fits) + (out_of_fold.count_folds(len(data.train)) if fits and loaders.val is None else 0)
+            run.log(describe_cost(network, options, data, loaders.train.images, heads, fabric.world_size))
         if fits:
             fitted = fit_frozen(run, network, start, loaders, background)
     # initial weights are the same in every process, random numbers drawn while training are not
@@ -240,7 +222,7 @@ def _train(
         run_dir.check(may_hold_run=options.resume or options.overwrite)
         state = TrainState()
         if last is not None:
-            state = restore(run_dir.last, last, config, network, trained.optimizer, fabric)
+            state = checkpoints.restore(run_dir.last, last, config, network, trained.optimizer, fabric)
             epochs = epochs if state.planned_epochs is None else state.planned_epochs
         fabric.barrier()  # no process writes before all have read
         if fabric.is_global_zero:
@@ -289,7 +271,7 @@ def fit_frozen(
     frozen = compute_frozen_features(network, batches, fabric, memory=memory, progress=run.progress)
     answers = None
     if loaders.val is None:
-        answers = answer_out_of_fold(
+        answers = out_of_fold.answer_out_of_fold(
             network, frozen, run.data.train, find_plain_features(run, network, start, frozen),
             pool_features(network, background, progress=run.progress),
             lambda head: make_objective(options, run.data, head), fabric,
@@ -299,7 +281,7 @@ def fit_frozen(
         compare_plainly(run, network, start, frozen)
     head = network.head
     if frozen.basis is not None:
-        head = new_head(network, frozen, options.seed)
+        head = out_of_fold.new_head(network, frozen, options.seed)
         frozen.basis.copy_slots(network.head, find_kept_slots(run.data.class_names, start)[0], head)
     objective = make_objective(options, run.data, head)
     loss, accuracy = fit_head(head, frozen, objective, fabric, steps=options.head_steps, progress=run.progress)
@@ -330,8 +312,8 @@ def compare_plainly(run: Run, network: OpalNetwork, start: Checkpoint | None, fr
     features = find_plain_features(run, network, start, frozen, val)
     labels = torch.cat([frozen.labels, torch.tensor([sample.label for sample in val])])
     rows = torch.arange(len(labels))
-    right = answer_plainly(features, labels, rows[: -len(val)], rows[-len(val) :])
-    run.log(f"{PLAIN}: {right.mean(axis=1).max():.1%} of {len(val):,} validation images")
+    right = out_of_fold.answer_plainly(features, labels, rows[: -len(val)], rows[-len(val) :])
+    run.log(f"{out_of_fold.PLAIN}: {right.mean(axis=1).max():.1%} of {len(val):,} validation images")
 
 
 def finish_head_fit(
@@ -345,8 +327,10 @@ def finish_head_fit(
         measured = writer.measure(0, fitted.answers)
         val = measured.val
         with stop_when_full():
-            doubtful = write_answers(writer.run_dir.answers, fitted.answers, data, measured.calibration.temperature)
-        for line in describe_answers(fitted.answers, data):
+            doubtful = out_of_fold.write_answers(
+                writer.run_dir.answers, fitted.answers, data, measured.calibration.temperature
+            )
+        for line in out_of_fold.describe_answers(fitted.answers, data):
             run.log(line)
         if doubtful:
             run.log(f"the other folds contradict {doubtful} labels: look at the first rows of {writer.run_dir.answers}")
@@ -479,7 +463,7 @@ def validate(run: Run, network: OpalNetwork, objective: Objective, loaders: Load
     # float32 would take a GPU as long as training in lower precision; the best weights are judged in float32
     lower = epoch > 0 and run.fabric.device.type == "cuda"
     assert loaders.val is not None  # there is nothing to validate out of fold after the head was fitted
-    outputs = predict(network, loaders.val, run.fabric, lower_precision=lower)
+    outputs = checkpoints.predict(network, loaders.val, run.fabric, lower_precision=lower)
     val = outputs.compute_metrics(network.config.class_map, objective.scale)
     if not math.isfinite(val.loss):
         raise DivergenceError(
@@ -508,7 +492,7 @@ def record_epoch(
     state.checkpoint_metrics = {"epoch": record.epoch, **val.to_dict("val")}
     is_first, improves = state.best is None, is_best(run, val, state)
     if improves:
-        state.best, state.best_weights = (record.epoch, val), copy_weights(writer.network)
+        state.best, state.best_weights = (record.epoch, val), checkpoints.copy_weights(writer.network)
     if is_first:
         # before last.pt: a process that is killed between the two repeats this epoch
         writer.write_best(state)

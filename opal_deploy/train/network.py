@@ -168,7 +168,7 @@ def describe_weights(network: OpalNetwork, weights: str | None) -> dict[str, Any
 
 
 def describe_cost(
-    network: OpalNetwork, options: TrainOptions, data: DataSet, images: TrainImages, *, heads: int, processes: int
+    network: OpalNetwork, options: TrainOptions, data: DataSet, images: TrainImages, heads: int, processes: int
 ) -> str:
     """Return a line on the numbers of images and on the time until best.pt and for all epochs, measured here.
 

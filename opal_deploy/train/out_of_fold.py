@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import csv
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from torch import Tensor
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.artifact.outputs import Outputs, compute_probabilities
 from opal_deploy.datasets.samples import DataSet, Sample, display_path
+from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.metrics import mean_with_interval
 from opal_deploy.evaluation.session import choose_samples
 from opal_deploy.logs import Progress
@@ -87,14 +89,24 @@ def assign_folds(pooled: Tensor, labels: Tensor, seed: int) -> NDArray[np.int64]
         pooled: float32 [n, D], see `group_copies`.
         labels: int64 [n].
         seed: of the shuffle.
+
+    Raises:
+        UsageError: no class has two different images.
     """
     from sklearn.model_selection import StratifiedGroupKFold
 
-    folds = np.zeros(len(labels), np.int64)
-    splitter = StratifiedGroupKFold(FOLDS, shuffle=True, random_state=seed % (1 << 32))
-    groups = group_copies(pooled)
-    for fold, (_, rows) in enumerate(splitter.split(labels, labels, groups)):
-        folds[rows] = fold
+    groups, folds = group_copies(pooled), np.zeros(len(labels), np.int64)
+    most = max(len(np.unique(groups[labels.numpy() == label])) for label in set(labels.tolist()))
+    if most < 2:
+        raise UsageError(
+            "each class has a single image, or copies of one: add images, at least two different per class"
+        )
+    splitter = StratifiedGroupKFold(min(FOLDS, most), shuffle=True, random_state=seed % (1 << 32))
+    with warnings.catch_warnings():
+        # of classes with fewer images than folds: their answers show it
+        warnings.simplefilter("ignore", UserWarning)
+        for fold, (_, rows) in enumerate(splitter.split(labels, labels, groups)):
+            folds[rows] = fold
     return folds
 
 
@@ -151,17 +163,20 @@ def answer_out_of_fold(
     fold_of_position[frozen.positions[:images]] = first
     folds = torch.from_numpy(fold_of_position)[frozen.positions]  # of each row
     parts: list[tuple[Tensor, Outputs, NDArray[np.bool_]]] = []
-    answered = count_folds(images)
-    for fold in range(answered):
+    answered = np.unique(first)[: count_folds(images)]
+    for number, fold in enumerate(answered.tolist(), 1):
         others, rows = torch.nonzero(folds != fold)[:, 0], torch.nonzero(folds[:images] == fold)[:, 0]
         head = new_head(network, frozen, seed)
         fit_head(
             head, frozen, make_objective(head), fabric,
-            steps=steps, progress=progress, among=others, note=f"fitting the head of fold {fold + 1} of {answered}",
+            steps=steps, progress=progress, among=others, note=f"fitting the head of fold {number} of {len(answered)}",
         )  # fmt: skip
         neighbours = fit_neighbours(network, frozen, others[others < images], samples, background)
         right = answer_plainly(plain_features, frozen.labels, others, rows)
         parts.append((rows, compute_outputs(head, neighbours, frozen, rows), right))
+    if any(outputs.ood_score is None for _, outputs, _ in parts):
+        # a fold with too few images for neighbours
+        parts = [(rows, replace(outputs, ood_score=None), right) for rows, outputs, right in parts]
     rows = torch.cat([part[0] for part in parts])
     order = frozen.positions[rows].argsort()
     # the best of the penalties over all folds
@@ -219,6 +234,8 @@ def answer_plainly(features: Tensor, labels: Tensor, fitted: Tensor, answered: T
     from sklearn.preprocessing import StandardScaler
 
     x, y, rows, others = features.numpy(), labels.numpy(), answered.numpy(), fitted.numpy()
+    if len(np.unique(y[others])) == 1:
+        return np.array([y[rows] == y[others][0]] * len(_STRENGTHS))
     right = []
     for strength in _STRENGTHS:
         classifier = make_pipeline(StandardScaler(), LogisticRegression(C=strength, max_iter=500))

@@ -10,6 +10,7 @@ import torch
 
 from opal_deploy import train_model
 from opal_deploy.datasets.samples import split_off_validation
+from opal_deploy.errors import UsageError
 from opal_deploy.logs import no_progress
 from opal_deploy.model import checkpoint
 from opal_deploy.train.head_fit import Basis
@@ -108,6 +109,13 @@ def test_copies_share_a_fold():
     assert (folds[:6] == folds[30:36]).all()
     for fold in range(5):
         assert set(labels[folds == fold].tolist()) == {0, 1, 2}
+
+
+def test_a_class_needs_two_different_images():
+    features = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    assert sorted(assign_folds(features, torch.tensor([0, 0, 1, 1]), seed=0)) == [0, 0, 1, 1]
+    with pytest.raises(UsageError, match="at least two"):
+        assign_folds(features[[0, 0, 1, 1]], torch.tensor([0, 0, 1, 1]), seed=0)
 
 
 def test_labels_are_doubted_only_where_another_class_is_confident():
