@@ -9,7 +9,7 @@ from opal_deploy.auditing.verify_records import verify_signatures
 from opal_deploy.records.build import error_record
 from opal_deploy.records.lines import to_json_line
 from opal_deploy.records.signatures import PublicKeys, Signer
-from opal_deploy.run.directory import RunDirectory
+from opal_deploy.run.directory import inspect_run_dir
 from opal_deploy.run.summary import Summary
 from tests.records.test_signatures import write
 
@@ -30,12 +30,12 @@ def run(signer, tmp_path):
     """Write a signed run of records at these positions; return its directory."""
 
     def write_run(positions=range(COUNT), shard=None, complete=True):
-        directory = RunDirectory(tmp_path, {"shard": shard})
+        directory = inspect_run_dir(tmp_path, {"shard": shard})
         directory.write_config()
         summary, lines = Summary(), []
         for position in positions:
             unsigned = error_record(f"{position}.png", "not_an_image", "", index=position)
-            record = signer[0].sign(unsigned, directory.run_id)
+            record = signer[0].sign(unsigned, directory.document["id"])
             summary.count(record)
             lines.append(to_json_line(record))
         (tmp_path / "results.jsonl").write_bytes(b"".join(lines))
@@ -120,6 +120,8 @@ def test_without_its_signed_run_a_signed_record_is_not_enough(run, check, change
 def test_the_run_json_of_another_run_is_refused(run, check, tmp_path):
     out = run()
     other = (out / "run.json").read_bytes()
+    for name in ("run.json", "results.jsonl"):
+        (out / name).unlink()
     run()
     (out / "run.json").write_bytes(other)
     assert "run.json: some records are of another run" in ", ".join(check(out).run_faults)
