@@ -43,8 +43,9 @@ def train_model(data: StrPath, options: Mapping[str, Any]) -> TrainResult:
         UsageError: data or options are impossible, or `out` holds a run. Messages name options as the command does.
         StoppedEarly: the loss is not finite, or disk or memory are full; the run can be resumed.
     """
-    for package in ("torch", "torchvision", "tomli_w", "lightning_fabric"):
-        require(package, "train", "training", pip_name=package.replace("_", "-"))
+    for package in ("torch", "torchvision", "tomli_w", "lightning_fabric", "scipy", "sklearn"):
+        pip_name = "scikit-learn" if package == "sklearn" else package.replace("_", "-")
+        require(package, "train", "training", pip_name=pip_name)
     root = Path(data)
     run_dir = TrainRunDirectory(Path(options.get("out") or Path("runs") / root.resolve().name))
     recipe = os.fspath(options.get("recipe") or "grounded")

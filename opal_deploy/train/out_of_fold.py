@@ -22,6 +22,13 @@ import numpy as np
 import torch
 from lightning_fabric import Fabric
 from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from scipy.stats import binomtest
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import StratifiedGroupKFold
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 from opal_deploy.artifact.files import atomic_write
@@ -93,8 +100,6 @@ def assign_folds(pooled: Tensor, labels: Tensor, seed: int) -> NDArray[np.int64]
     Raises:
         UsageError: no class has two different images.
     """
-    from sklearn.model_selection import StratifiedGroupKFold
-
     groups, folds = group_copies(pooled), np.zeros(len(labels), np.int64)
     most = max(len(np.unique(groups[labels.numpy() == label])) for label in set(labels.tolist()))
     if most < 2:
@@ -116,9 +121,6 @@ def group_copies(pooled: Tensor) -> NDArray[np.int32]:
     Args:
         pooled: float32 [n, D], means of the frozen network's features over the cells.
     """
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
     directions = torch.nn.functional.normalize(pooled - pooled.mean(0), dim=1)
     pairs = [
         torch.nonzero(part @ directions.T >= COPY_COSINE) + torch.tensor([start, 0])
@@ -229,10 +231,6 @@ def answer_plainly(features: Tensor, labels: Tensor, fitted: Tensor, answered: T
         labels: int64 [n].
         fitted, answered: rows.
     """
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
     x, y, rows, others = features.numpy(), labels.numpy(), answered.numpy(), fitted.numpy()
     if len(np.unique(y[others])) == 1:
         return np.array([y[rows] == y[others][0]] * len(_STRENGTHS))
@@ -263,8 +261,6 @@ def find_doubtful(probabilities: NDArray[np.float64], labels: NDArray[np.int64])
 
 def describe_answers(answers: OutOfFold, data: DataSet) -> Iterator[str]:
     """Yield lines on the accuracy out of fold, the classes that are confused most, and the plain classifier."""
-    from scipy.stats import binomtest
-
     right, count = answers.correct, len(answers.labels)
     low, high = binomtest(int(right.sum()), count).proportion_ci(method="wilson")
     yield (

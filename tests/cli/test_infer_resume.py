@@ -34,8 +34,8 @@ class Infer(runs.Infer):
         super().__init__(cwd, model, pictures)
         self.fixed, self._opal = ["in/", "--model", str(model), "--threads", "1", "--workers", "2"], opal
 
-    def __call__(self, *arguments):
-        return self._opal("infer", *self.fixed, "--out", "out", *arguments, cwd=self.cwd)
+    def __call__(self, *arguments, out="out"):
+        return self._opal("infer", *self.fixed, *(["--out", out] if out else []), *arguments, cwd=self.cwd)
 
     def start(self, *arguments, before=""):
         # a shell may have told its background jobs to ignore the signal
