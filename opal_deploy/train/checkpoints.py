@@ -188,6 +188,7 @@ def measure_network(
             baseline = measure_baseline(session, data.val, neighbours, progress=progress)
         elif config.head.evidence == "exact":
             baseline = baseline_of(answers.outputs, build_metadata(model), len(background))
+            baseline = replace(baseline, split="out-of-fold")
         network.neighbours = None
     if loaders.test is not None:
         outputs = predict(network, loaders.test, fabric, progress=progress)
