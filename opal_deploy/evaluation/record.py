@@ -26,7 +26,7 @@ from opal_deploy.evaluation.parts import CONSISTENCY, PURITY, STABILITY
 from opal_deploy.evaluation.session import choose_samples, photographs
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model import checkpoint
-from opal_deploy.model.neighbours import MAX_IMAGES, Neighbours, max_images
+from opal_deploy.model.neighbours import Neighbours, max_images
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.records.evidence import observe_outputs
@@ -46,13 +46,13 @@ def fit_neighbours(
 ) -> Neighbours | None:
     """Return the neighbours of a trained network: features of training images, not augmented.
 
-    Up to 2,000 images are taken, or five per class, and up to 2,000 of `background`. None for a network without single
-    cells as evidence, and for too few images.
+    Up to 2,000 images are taken, or five per class. None for a network without single cells as evidence, and for too
+    few images.
 
     Args:
         network: left in evaluation mode; computes on its device.
         samples: the training images.
-        background: out-of-distribution images; none, or at least five.
+        background: out-of-distribution images; none, or 5 to 2,000.
         boxes: crop images to the samples' boxes, as in training.
     """
     if network.config.head.evidence != "exact":
@@ -60,10 +60,7 @@ def fit_neighbours(
     known = [samples[index] for index in choose_samples(samples, max_images(network.config.num_classes))]
     features = pool_features(network, known, boxes=boxes, progress=progress)
     labels = torch.tensor([sample.label for sample in known])
-    others = pool_features(
-        network, [background[index] for index in choose_samples(background, MAX_IMAGES)], boxes=boxes, progress=progress
-    )
-    neighbours = Neighbours.fit(features, labels, others)
+    neighbours = Neighbours.fit(features, labels, pool_features(network, background, boxes=boxes, progress=progress))
     return None if neighbours is None else neighbours.to(next(network.parameters()).device)
 
 
@@ -119,10 +116,10 @@ def measure_baseline(
     return baseline_of(outputs, metadata, background)
 
 
-def baseline_of(outputs: Outputs, metadata: Metadata, background: int) -> Baseline:
-    """Return the baseline of a model with `exact` evidence from its outputs for validation images."""
+def baseline_of(outputs: Outputs, metadata: Metadata, background: int, split: str = "val") -> Baseline:
+    """Return the baseline of a model with `exact` evidence from its outputs for images that it was not fitted to."""
     observed = observe_outputs(outputs, metadata)
-    return Baseline.measure(observed, "val", metadata.stride, metadata.class_map, background)
+    return Baseline.measure(observed, split, metadata.stride, metadata.class_map, background)
 
 
 def build_evaluation(document: Mapping[str, Any], data: DataSet, split: str) -> dict[str, Any]:

@@ -177,18 +177,17 @@ def measure_network(
     receptive_field = baseline = neighbours = None
     if fabric.is_global_zero:
         receptive_field = measure_receptive_field(network, data.val or data.train)
-        if answers is None:
-            neighbours = fit_neighbours(network, data.train, background, progress=progress)
-        else:
-            neighbours = answers.neighbours
+        neighbours = (
+            answers.neighbours if answers else fit_neighbours(network, data.train, background, progress=progress)
+        )
         network.neighbours = neighbours
         model = Checkpoint(network, data.class_names, receptive_field=receptive_field)
         if answers is None:
             session = TorchSession(model, device=str(fabric.device))
             baseline = measure_baseline(session, data.val, neighbours, progress=progress)
         elif config.head.evidence == "exact":
-            baseline = baseline_of(answers.outputs, build_metadata(model), len(background))
-            baseline = replace(baseline, split="out-of-fold")
+            kept = 0 if neighbours is None else neighbours.num_background
+            baseline = baseline_of(answers.outputs, build_metadata(model), kept, "out-of-fold")
         network.neighbours = None
     if loaders.test is not None:
         outputs = predict(network, loaders.test, fabric, progress=progress)

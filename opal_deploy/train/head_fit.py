@@ -41,6 +41,8 @@ DIRECTIONS, _BASIS_IMAGES = 256, 256
 # weight of a finer feature map beside the last one
 _FINER = 2.0
 _TINY = 1e-6
+# features, pooled, labels, regions and positions of a batch, see `FrozenFeatures`
+_Part = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
 
 
 @dataclass(frozen=True)
@@ -171,31 +173,39 @@ def compute_frozen_features(
     num_views = min(machine.gather(fabric, min(len(wanted), room // share)))
     if not num_views:
         num_views, per_view = 1, min(machine.gather(fabric, max(room // math.ceil(BATCH / fabric.world_size), 1)))
-    basis, parts, waiting = None, [], []  # batches wait for the basis
-    done, began = 0, time.perf_counter()
-    for view in wanted[:num_views]:
+    began = time.perf_counter()
+    batches_of_views = _compute_views(network, batches, fabric, wanted[:num_views], per_view, progress)
+    first, basis = list[_Part](), None
+    if network.config.head.projection:
+        first = list(itertools.islice(batches_of_views, min(math.ceil(_BASIS_IMAGES / BATCH), per_view)))
+        basis = Basis.find(torch.cat([features for features, *_ in first]), network.backbone.maps, fabric)
+    # filled in place, since joining parts would take twice the memory
+    rows, done = num_views * min(share, per_view * 2 * BATCH), 0
+    kept: list[Any] = []
+    for features, *others in itertools.chain((first.pop(0) for _ in range(len(first))), batches_of_views):
+        parts = (features if basis is None else basis.measure(features).half(), *others)
+        kept = kept or [None if part is None else part.new_empty(rows, *part.shape[1:]) for part in parts]
+        for whole, part in zip(kept, parts, strict=True):
+            if whole is not None and part is not None:
+                whole[done : done + len(part)] = part
+        done += len(features)
+    full: list[Any] = [None if whole is None else whole[:done] for whole in kept]
+    counts = num_views, num_views * per_view, done / (time.perf_counter() - began)
+    return FrozenFeatures(full[0], full[1], full[2], full[3], full[4], basis, *counts)
+
+
+def _compute_views(
+    network: OpalNetwork, batches: Batches, fabric: Fabric, views: Sequence[int], per_view: int, progress: Progress
+) -> Iterator[_Part]:
+    """Yield features, their means over cells, labels, regions and positions of so many batches of each view."""
+    done, total = 0, len(views) * sum(map(len, batches.local_plan()[:per_view]))
+    for view in views:
         batches.epoch = view
-        for number, (keys, (images, labels)) in enumerate(zip(batches.local_plan()[:per_view], batches, strict=False)):
+        for keys, (images, labels) in zip(batches.local_plan()[:per_view], batches, strict=False):
             features, regions = compute_features(network, images, fabric)
-            pooled, positions = features.mean((2, 3)), torch.tensor([key[1] for key in keys])
-            if not network.config.head.projection:
-                parts.append((features, pooled, labels, regions, positions))
-            else:
-                waiting.append((features, pooled, labels, regions, positions))
-                if basis is None and (number + 1 == per_view or (number + 1) * BATCH >= _BASIS_IMAGES):
-                    basis = Basis.find(torch.cat([part[0] for part in waiting]), network.backbone.maps, fabric)
-                if basis is not None:
-                    parts += [(basis.measure(part[0]).half(), *part[1:]) for part in waiting]
-                    waiting.clear()
             done += len(labels)
-            progress(done, len(wanted) * share, "computing features of the frozen network")
-    speed = done / (time.perf_counter() - began)
-    kept, pooled_parts, label_parts, region_parts, position_parts = zip(*parts, strict=True)
-    return FrozenFeatures(
-        torch.cat(kept), torch.cat(pooled_parts), torch.cat(label_parts),
-        None if region_parts[0] is None else torch.cat(region_parts), torch.cat(position_parts),
-        basis, num_views, num_views * per_view, speed,
-    )  # fmt: skip
+            progress(done, total, "computing features of the frozen network")
+            yield features, features.mean((2, 3)), labels, regions, torch.tensor([key[1] for key in keys])
 
 
 def fit_head(

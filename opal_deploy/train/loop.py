@@ -25,9 +25,11 @@ from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.evaluation.record import pool_features
+from opal_deploy.evaluation.session import choose_samples
 from opal_deploy.logs import Log, Progress, as_progress, no_progress
-from opal_deploy.model.backbones import get_library
+from opal_deploy.model.backbones import get_library, own_stride
 from opal_deploy.model.checkpoint import Checkpoint
+from opal_deploy.model.neighbours import MAX_IMAGES
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import checkpoints, head_fit, machine, out_of_fold
 from opal_deploy.train.checkpoints import RunWriter, TrainState
@@ -41,6 +43,7 @@ from opal_deploy.train.network import (
     describe_run,
     describe_weights,
     find_kept_slots,
+    has_new_classes,
     load_start,
     package_versions,
     settle_stride,
@@ -161,19 +164,20 @@ def fit(data: DataSet, options: TrainOptions, *, again: bool = False) -> TrainRe
     last = checkpoints.read_checkpoint(run_dir.last) if options.resume and run_dir.last.is_file() else None
     stored = None if last is None else last["training"]
     start = load_start(options, data)
-    new_classes = start is not None and start.class_names != data.class_names
-    answers_all = not data.val and options.validates_out_of_fold(len(data.train), new_classes=new_classes)
-    if not data.train or not (data.val or answers_all):
+    new_classes = has_new_classes(start, data.class_names)
+    if not data.train or not (data.val or options.validates_out_of_fold(len(data.train), new_classes=new_classes)):
         raise UsageError(f"{data.root}: training and validation images are needed; add a val/ folder")
     options = options.plan(len(data.train), new_classes=new_classes)
     if options.epochs == 0 and start is not None and not new_classes:
         raise UsageError("epochs 0: expected at least 1; 0 fits the head only, and --start-from has a fitted head")
     options = settle_stride(options, start, stored)
     run = Run(data, options, fabric, precision, progress, log, fingerprint_dataset(data, options.keep_off))
-    if stored is not None and data.whole is not None and (stored.get("data") or {}).get("val") == 0:
-        whole = replace(run, fingerprint=fingerprint_dataset(data.whole, options.keep_off))
+    if stored is not None and (stored.get("data") or {}).get("val") == 0:
+        whole = replace(run, fingerprint=fingerprint_dataset(data.whole or data, options.keep_off))
         checkpoints.refuse_other_run(run_dir.last, stored, whole.identify(start))
-        log("the head was fitted to all images: fine-tuning sets a fifth aside, and begins with a head for the others")
+        if data.val:
+            log("the head was fitted to all images: fine-tuning sets a fifth aside and fits a head to the others first")
+        # there is no epoch to go on from, and its answers out of fold are not kept: fitting again takes a minute
         last, again = None, True
     with machine.explained_memory_errors():
         result = _train(run, run_dir, start, last, again=again)
@@ -192,13 +196,14 @@ def _train(
     """Train from `start` or from new weights, or go on from the state in `last`, the content of last.pt; see `fit`."""
     began, fabric, options = time.perf_counter(), run.fabric, run.options
     background = [] if options.background is None else read_background(options.background, run.data)
+    background = [background[index] for index in choose_samples(background, MAX_IMAGES)]
     machine.set_tf32(options.tf32)
     data, options, loaders, batch_config = prepare_images(run.data, options, fabric, run.progress, run.log)
     run = replace(run, data=data, options=options)
     network = build_network(options, data.class_names, start).to(fabric.device)
     fitted = None
     if last is None:
-        fits = options.head_steps > 0 and (start is None or start.class_names != data.class_names)
+        fits = options.fits_head(new_classes=has_new_classes(start, data.class_names))
         if fabric.is_global_zero:
             heads = int(fits) + (out_of_fold.count_folds(len(data.train)) if fits and loaders.val is None else 0)
             run.log(describe_cost(network, options, data, loaders.train.images, heads, fabric.world_size))
@@ -229,7 +234,7 @@ def _train(
             with stop_when_full():
                 run_dir.start(config, run.options.to_toml(), run.data.root, is_new=last is None and not again)
         run.log(describe_run(run.options, config, epochs))
-        edits = () if start is None or start.class_names != run.data.class_names else start.edits
+        edits = () if start is None or has_new_classes(start, run.data.class_names) else start.edits
         writer = RunWriter(run_dir, run.data, network, loaders, background, config, edits, fabric, run.progress)
         if last is not None:
             run.log(f"resuming after epoch {state.epoch}")
@@ -295,10 +300,12 @@ def find_plain_features(
 ) -> Tensor:
     """Return the features of the rows in memory, and of more samples, for the logistic regression: float32 [n, P].
 
-    They are the last feature map's of the whole network, even where the run's ends earlier.
+    They are the last feature map's of the whole network, even where the run's ends earlier; from a checkpoint of
+    `--start-from`, which has no later layers, those of its network.
     """
     options, progress, last = run.options, run.progress, network.backbone.maps[-1]
-    if options.stride is None or options.keep_layers or start is not None:
+    ends_early = network.backbone.stride != own_stride(options.backbone) and not options.keep_layers
+    if not ends_early or start is not None:
         return torch.cat([frozen.pooled, pool_features(network, samples, progress=progress)])[:, -last:]
     whole = build_network(replace(options, stride=None), run.data.class_names, None).to(run.fabric.device)
     features = pool_features(whole, [*run.data.train, *samples], progress=progress)

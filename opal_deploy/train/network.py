@@ -61,9 +61,14 @@ def load_start(options: TrainOptions, data: DataSet) -> Checkpoint | None:
             f"--start-from {path}: its network differs: {', '.join(differences)}; give the options that it was trained "
             "with, or its run's recipe (--recipe RUN/recipe.toml)"
         )
-    if start.class_names != data.class_names and not options.head_steps:
+    if has_new_classes(start, data.class_names) and not options.head_steps:
         check_classes(path, start.class_names, data)
     return start
+
+
+def has_new_classes(start: Checkpoint | None, class_names: Sequence[str]) -> bool:
+    """Return whether the checkpoint of `--start-from` has other classes, so that a head must be fitted."""
+    return start is not None and start.class_names != list(class_names)
 
 
 def settle_stride(options: TrainOptions, start: Checkpoint | None, stored: Mapping[str, Any] | None) -> TrainOptions:
@@ -110,7 +115,7 @@ def build_network(options: TrainOptions, class_names: Sequence[str], start: Chec
         return OpalNetwork(replace(config, mean=pretrained.mean, std=pretrained.std), weights=weights).channels_last()
     stored = start.network.config
     config = replace(config, mean=stored.mean, std=stored.std)
-    if list(class_names) == start.class_names:
+    if not has_new_classes(start, class_names):
         # what edits dropped is still dropped
         network = OpalNetwork(replace(config, head=replace(config.head, dropped=stored.head.dropped)))
         network.load_state_dict(start.network.state_dict())

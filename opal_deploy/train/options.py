@@ -202,7 +202,7 @@ class TrainOptions(Options):
         """
         batch_size, epochs = next((plan for limit, *plan in _PLANS if num_images <= limit), _LARGEST_PLAN)
         tunes = self.head != "opal" or self.adversarial or self.minutes is not None
-        if self._fits_head(new_classes) and num_images <= _MAX_FROZEN and not tunes:
+        if self.fits_head(new_classes=new_classes) and num_images <= _MAX_FROZEN and not tunes:
             epochs = 0
         return replace(
             self, batch_size=self.batch_size or batch_size, epochs=epochs if self.epochs is None else self.epochs
@@ -211,10 +211,14 @@ class TrainOptions(Options):
     def validates_out_of_fold(self, num_images: int, *, new_classes: bool = False) -> bool:
         """Return whether one process fits the head only, and can answer out of fold instead of setting images aside."""
         able = os.environ.get("WORLD_SIZE", "1") == "1" and self.head != "plain"
-        return able and self._fits_head(new_classes) and self.plan(num_images, new_classes=new_classes).epochs == 0
+        return (
+            able
+            and self.fits_head(new_classes=new_classes)
+            and self.plan(num_images, new_classes=new_classes).epochs == 0
+        )
 
-    def _fits_head(self, new_classes: bool) -> bool:
-        # a head that another run has trained is not fitted again
+    def fits_head(self, *, new_classes: bool) -> bool:
+        """Return whether a head is fitted first; one that another run has trained is not, but for other classes."""
         return self.head_steps > 0 and (self.start_from is None or new_classes)
 
     def to_config(self) -> dict[str, Any]:

@@ -22,9 +22,8 @@ import numpy as np
 import torch
 from lightning_fabric import Fabric
 from numpy.typing import NDArray
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 from scipy.stats import binomtest
+from sklearn.cluster import DBSCAN
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedGroupKFold
 from sklearn.pipeline import make_pipeline
@@ -46,7 +45,7 @@ from opal_deploy.train.head_fit import FrozenFeatures, fit_head
 from opal_deploy.train.losses import Objective
 
 FOLDS = 5
-PLAIN = "a logistic regression on the whole network's mean features, without explanation"
+PLAIN = "a logistic regression on the network's mean features, without explanation"
 # folds are answered until there are so many answers: the accuracy's standard error is then at most 2 points
 ENOUGH_ANSWERS = 600
 # photographs whose pooled features have at least this cosine count as copies, see `group_copies`: of 180 birds, copies
@@ -77,12 +76,6 @@ class OutOfFold:
     plain: NDArray[np.bool_]
     neighbours: Neighbours | None
 
-    @property
-    def correct(self) -> NDArray[np.bool_]:
-        """Whether the head is right, bool [n]."""
-        right: NDArray[np.bool_] = self.outputs.logits.argmax(axis=1) == self.labels
-        return right
-
 
 def count_folds(images: int) -> int:
     """Return how many of the folds are answered."""
@@ -103,9 +96,7 @@ def assign_folds(pooled: Tensor, labels: Tensor, seed: int) -> NDArray[np.int64]
     groups, folds = group_copies(pooled), np.zeros(len(labels), np.int64)
     most = max(len(np.unique(groups[labels.numpy() == label])) for label in set(labels.tolist()))
     if most < 2:
-        raise UsageError(
-            "each class has a single image, or copies of one: add images, at least two different per class"
-        )
+        raise UsageError("each class has one image, or copies of one; add images: at least two different per class")
     splitter = StratifiedGroupKFold(min(FOLDS, most), shuffle=True, random_state=seed % (1 << 32))
     with warnings.catch_warnings():
         # of classes with fewer images than folds: their answers show it
@@ -115,20 +106,15 @@ def assign_folds(pooled: Tensor, labels: Tensor, seed: int) -> NDArray[np.int64]
     return folds
 
 
-def group_copies(pooled: Tensor) -> NDArray[np.int32]:
+def group_copies(pooled: Tensor) -> NDArray[np.int64]:
     """Return a number per image, equal for images that are nearly the same: re-encoded, resized, or of one burst.
 
     Args:
         pooled: float32 [n, D], means of the frozen network's features over the cells.
     """
-    directions = torch.nn.functional.normalize(pooled - pooled.mean(0), dim=1)
-    pairs = [
-        torch.nonzero(part @ directions.T >= COPY_COSINE) + torch.tensor([start, 0])
-        for start, part in zip(range(0, len(directions), 1024), torch.split(directions, 1024), strict=True)
-    ]
-    rows, columns = torch.cat(pairs).T.numpy()
-    graph = coo_array((np.ones(len(rows), np.bool_), (rows, columns)), shape=(len(pooled), len(pooled)))
-    groups: NDArray[np.int32] = connected_components(graph, directed=False)[1]
+    # with one sample enough for a cluster: whatever a chain of near copies connects
+    neighbours = DBSCAN(eps=1 - COPY_COSINE, min_samples=1, metric="cosine")
+    groups: NDArray[np.int64] = neighbours.fit_predict((pooled - pooled.mean(0)).numpy())
     return groups
 
 
@@ -173,7 +159,7 @@ def answer_out_of_fold(
             head, frozen, make_objective(head), fabric,
             steps=steps, progress=progress, among=others, note=f"fitting the head of fold {number} of {len(answered)}",
         )  # fmt: skip
-        neighbours = fit_neighbours(network, frozen, others[others < images], samples, background)
+        neighbours = choose_neighbours(network, frozen, others[others < images], samples, background)
         right = answer_plainly(plain_features, frozen.labels, others, rows)
         parts.append((rows, compute_outputs(head, neighbours, frozen, rows), right))
     if any(outputs.ood_score is None for _, outputs, _ in parts):
@@ -185,11 +171,11 @@ def answer_out_of_fold(
     plain = np.concatenate([part[2] for part in parts], axis=1)
     best: NDArray[np.bool_] = plain[plain.sum(axis=1).argmax()][order]
     outputs, rows = Outputs.concatenate([part[1] for part in parts]).take(order.tolist()), rows[order]
-    neighbours = fit_neighbours(network, frozen, torch.arange(images), samples, background)
+    neighbours = choose_neighbours(network, frozen, torch.arange(images), samples, background)
     return OutOfFold(frozen.positions[rows].numpy(), frozen.labels[rows].numpy(), outputs, best, neighbours)
 
 
-def fit_neighbours(
+def choose_neighbours(
     network: OpalNetwork, frozen: FrozenFeatures, rows: Tensor, samples: Sequence[Sample], background: Tensor
 ) -> Neighbours | None:
     """Return the neighbours among rows of the features, as many evenly over the classes as a model keeps."""
@@ -261,13 +247,13 @@ def find_doubtful(probabilities: NDArray[np.float64], labels: NDArray[np.int64])
 
 def describe_answers(answers: OutOfFold, data: DataSet) -> Iterator[str]:
     """Yield lines on the accuracy out of fold, the classes that are confused most, and the plain classifier."""
-    right, count = answers.correct, len(answers.labels)
+    names, predicted, count = data.class_names, answers.outputs.logits.argmax(axis=1), len(answers.labels)
+    right = predicted == answers.labels
     low, high = binomtest(int(right.sum()), count).proportion_ci(method="wilson")
     yield (
         f"out of fold, each image answered by a head fitted to the other folds: {right.mean():.1%} of {count:,} right "
         f"(95 %: {low:.0%} to {high:.0%})"
     )
-    names, predicted = data.class_names, answers.outputs.logits.argmax(axis=1)
     pairs = Counter(zip(answers.labels[~right].tolist(), predicted[~right].tolist(), strict=True)).most_common(_PAIRS)
     if pairs:
         confused = ", ".join(f"{names[label]} as {names[other]} {number}" for (label, other), number in pairs)

@@ -144,11 +144,11 @@ class TrainRunDirectory:
             raise UsageError(f"{self.root}: cannot be written ({folder}: {reason}); give another --out")
 
     def start(self, config: dict[str, Any], recipe: str, data: Path, *, is_new: bool) -> None:
-        """Write config, recipe and paths; remove temporary files, the summary and, of a new run, all older files."""
+        """Write config, recipe and paths; remove temporary, summary, answers and, in a new run, all older files."""
         for name in FILES:
             # of processes killed while writing; this one holds the lock
             remove_temporary_files(self.root / name)
-            if is_new or name == self.summary.name:
+            if is_new or name in (self.summary.name, self.answers.name):
                 (self.root / name).unlink(missing_ok=True)
         if is_new:
             shutil.rmtree(self.tensorboard, ignore_errors=True)

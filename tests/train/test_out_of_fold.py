@@ -69,6 +69,17 @@ def test_the_answer_to_an_image_is_not_learned_from_its_label(all_images, option
     assert sum(rows[name]["label"] != rows[name]["predicted"] for name in names) >= 2
 
 
+def test_repeating_the_command_fits_again_and_leaves_the_same_model(all_images, options, trained, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(trained[0].best.parent, out)
+    again = fit(all_images, options, out, resume=True)
+    weights, expected = (checkpoint.load(run.best).network.state_dict() for run in (again, trained[0]))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert read_answers(again) == read_answers(trained[0])
+    with pytest.raises(UsageError, match="another run"):
+        fit(all_images, replace(options, seed=5), out, resume=True)
+
+
 def test_fine_tuning_afterwards_sets_images_aside_and_begins_with_a_head_fitted_to_the_others(
     all_images, options, trained, tmp_path
 ):
@@ -78,6 +89,8 @@ def test_fine_tuning_afterwards_sets_images_aside_and_begins_with_a_head_fitted_
     result = fit(split_off_validation(all_images), replace(options, epochs=1), out, resume=True, log=lines.append)
     assert [record.epoch for record in result.epochs][:1] == [0]
     assert any("sets" in line and "aside" in line for line in lines)
+    # of the other head, unless it came back
+    assert (out / "answers.csv").exists() is (result.config["data"]["val"] == 0)
 
 
 def test_other_classes_keep_the_slots_of_those_that_stay(all_images, options, trained, tmp_path):
