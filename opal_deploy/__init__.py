@@ -29,7 +29,6 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
     from opal_deploy import nn
-    from opal_deploy.api.atlas import CreatedAtlas, create_atlas
     from opal_deploy.api.explanation import Explanation, Explanations
     from opal_deploy.api.infer import InferenceRun, run_inference
     from opal_deploy.api.model import Model, load
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from opal_deploy.auditing.verify import Verification, verify
     from opal_deploy.editing.api import EditResult, edit_model
     from opal_deploy.evaluation.api import evaluate_model
+    from opal_deploy.evaluation.atlas import CreatedAtlas, create_atlas
     from opal_deploy.evaluation.measure import ModelEvaluation
     from opal_deploy.export.api import export_engines, export_model, export_triton, export_web
     from opal_deploy.export.plan import ExportResult
@@ -101,7 +101,7 @@ __all__ = [
 
 # modules that are imported when one of their names is first used
 _LAZY = {
-    "api.atlas": ("CreatedAtlas", "create_atlas"),
+    "evaluation.atlas": ("CreatedAtlas", "create_atlas"),
     "auditing.diff": ("DiffReport", "diff"),
     "auditing.drift": ("DriftReport", "find_drift"),
     "auditing.inspection": ("Inspection", "inspect"),

@@ -242,13 +242,9 @@ SigningKey = Annotated[
 ]
 DatasetName = Annotated[str | None, Option("Name of the data set, as for `train`.", default="recognised by its files")]
 CropToBoxes = Annotated[bool, Option("Crop to the data set's boxes.", flag="--boxes/--no-boxes")]
-AtlasFolder = Annotated[
-    StrPath | None,
-    Option("Folder of `opal-deploy atlas`; sheets show its patches of other images of the class.", cli=Path),
-]
 SlotNameFile = Annotated[
     StrPath | None,
-    Option("TOML file that names slots, for records and sheets.", default="names.toml in --atlas", cli=Path),
+    Option("TOML file that names slots, for records and sheets.", cli=Path),
 ]
 
 

@@ -1,19 +1,23 @@
 """A tiny network, traced in a second, and the sidecar of an engine: what tests of several folders build."""
 
+import base64
+import io
 from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import nn
 
+from opal_deploy.artifact.cells import CellGrid
 from opal_deploy.artifact.engine_file import Sidecar
 from opal_deploy.artifact.files import compute_sha256
+from opal_deploy.artifact.patches import Patch, Patches, SlotPatches
 from opal_deploy.bench.networks import update_batch_norms
 from opal_deploy.model.backbones import Backbone
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.preprocess.geometry import cell_boxes
 from opal_deploy.runtime.tensorrt import platform_name
 from opal_deploy.synthetic import example_images
 
@@ -106,4 +110,13 @@ def build_anchors(num_classes, m, dtype=torch.float32):
 
 def cell_box(geometry, row, col, grid):
     """Return the box of one cell of an image."""
-    return tuple(cell_boxes([geometry.crop], np.array([[row]]), np.array([[col]]), grid)[0, 0].tolist())
+    return tuple(CellGrid(*grid).boxes([geometry.crop], np.array([[row]]), np.array([[col]]))[0, 0].tolist())
+
+
+def make_patches(classes, m, names=("other.jpg", "b.jpg", "third.jpg")):
+    """Return the patches of a model as its metadata keeps them, the same for each of `m` slots of each class."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (70, 50), (1, 2, 3)).save(buffer, "JPEG")
+    jpeg = base64.b64encode(buffer.getvalue()).decode()
+    patches = tuple(Patch(name, 0.2, (0.4, 0.4, 0.6, 0.6), jpeg) for name in names)
+    return Patches("train", 9, tuple(SlotPatches(c, s, patches) for c in range(classes) for s in range(m))).to_dict()

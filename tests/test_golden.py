@@ -90,11 +90,6 @@ def test_an_interrupted_training_goes_on(call, folder):
     assert (after[: len(before)], len(after)) == (before, 4)
 
 
-def test_an_atlas_is_shown_beside_a_model_of_that_time(call, folder):
-    check(call("explain", "images/0.png", "--model", "model.onnx", "--atlas", "atlas", "--out", "sheet.svg", *CPU))
-    assert "image/jpeg" in (folder / "sheet.svg").read_text("utf-8")
-
-
 def test_the_sidecar_of_an_engine_is_read(folder):
     sidecar = check_engine(folder / "model.engine")
     assert sidecar.metadata.known_baseline is not None

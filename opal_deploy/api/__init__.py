@@ -5,5 +5,4 @@ explanation  records that display themselves in a notebook
 service      `Service`: images that arrive one by one, from any thread; servers build on it
 infer        `run_inference`: a run directory with records, drawings and a report
 explain      `write_sheets`: evidence sheets, one per image
-atlas        `create_atlas`: the images in which each slot scores highest
 """

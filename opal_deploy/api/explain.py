@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opal_deploy.api.explanation import format_line
 from opal_deploy.api.options import ExplainOptions
 from opal_deploy.artifact.files import atomic_write, check_output, check_sha256
 from opal_deploy.errors import ImageError, UsageError
@@ -27,12 +28,8 @@ from opal_deploy.sources import discovery
 from opal_deploy.sources.annotations import annotate, read_boxes, read_labels
 from opal_deploy.sources.archives import is_archive_name
 from opal_deploy.sources.image import Skipped
-from opal_deploy.visualization.atlas.storage import load_atlas
-from opal_deploy.visualization.style import format_number
 
 FORMATS = ("png", "svg")
-# of an atlas
-_NAMES = "names.toml"
 
 
 @dataclass(frozen=True)
@@ -93,17 +90,10 @@ def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tup
     sessions = open_sessions(path, device=options.device, threads=options.threads, runtime=options.runtime)[:1]
     metadata = sessions[0].metadata
     decision = Decision.of(options).resolve(path, metadata, options.log)
-    atlas, names_file = None, options.slot_names
-    if options.atlas is not None:
-        atlas = load_atlas(Path(options.atlas))
-        fingerprint = {**setup.fingerprint_model(path), "checkpoint_sha256": metadata.source.get("sha256")}
-        atlas.check_model(fingerprint, str(path))
-        if names_file is None and (Path(options.atlas) / _NAMES).is_file():
-            names_file = Path(options.atlas) / _NAMES
     names = None
-    if names_file is not None:
-        names = read_slot_names(Path(names_file), metadata.class_names, metadata.class_map)
-    builder = SheetBuilder(metadata, str(path), atlas, options.rows, names, decision)
+    if options.slot_names is not None:
+        names = read_slot_names(Path(options.slot_names), metadata.class_names, metadata.class_map)
+    builder = SheetBuilder(metadata, str(path), names, decision)
     setup.log_cautions(metadata, boxed=boxed, crop_hint="--boxes FILE", log=options.log)
     return sessions, builder
 
@@ -114,16 +104,9 @@ def _write_sheet(result: Result, builder: SheetBuilder, path: Path, options: Exp
         raise ImageError(result.record.error.code, result.record.error.message)
     sheet = builder.build(result)
     with atomic_write(path) as temporary:
-        temporary.write_bytes(sheet.encode(path.suffix.lower().lstrip(".")))
-    content = sheet.content
-    facts = [f"{content.describe_answer()}, {content.predicted.match}"]
-    if content.margin is not None:
-        facts.append(f"margin {format_number(content.margin)}")
-    if (probability := result.record.prediction.calibrated_probability) is not None:
-        facts.append(f"calibrated probability {format_number(probability)}")
-    mark = "" if content.status == "ok" else f" ({content.status})"
-    options.log(one_line(f"{result.prepared.input.name}: {', '.join(facts)}{mark}: {path}"))
-    return content.to_dict()
+        temporary.write_bytes(sheet.drawing.encode(path.suffix.lower().lstrip(".")))
+    options.log(one_line(f"{format_line(sheet.record)}: {path}"))
+    return sheet.document
 
 
 @dataclass(frozen=True)

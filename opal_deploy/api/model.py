@@ -235,7 +235,7 @@ class Model:
         (result,) = predict_stream([image], self.sessions[:1], options)
         if isinstance(result.record, Failed):
             raise ImageError(result.record.error.code, result.record.error.message)
-        return builder.build(result).encode(file_format)
+        return builder.build(result).drawing.encode(file_format)
 
     def serve(
         self,

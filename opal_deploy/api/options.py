@@ -9,14 +9,11 @@ from typing import Annotated, Literal
 from opal_deploy.logs import Log, ProgressChoice, log_line
 from opal_deploy.options import (
     DEFAULT_CONFIDENCE,
-    AtlasFolder,
-    Batch,
     BoxConfidence,
     CropFile,
     CropToBoxes,
     DatasetName,
     Device,
-    Devices,
     ExpectSha256,
     LabelSource,
     MaxPixels,
@@ -26,27 +23,23 @@ from opal_deploy.options import (
     SlotNameFile,
     StrPath,
     Threads,
-    Workers,
 )
 from opal_deploy.records.decision import Decision
 
 
 @dataclass(frozen=True, kw_only=True)
 class AtlasOptions(Options):
-    """The options of `create_atlas` and `opal-deploy atlas`."""
+    """The options of `create_atlas` and `opal-deploy atlas`; `data` is a data set to choose patches from."""
 
-    out: Annotated[StrPath, Option("Output folder.", cli=Path)] = Path("atlas")
-    top: Annotated[int, Option("Patches to keep per slot.", min=1, max=100)] = 8
-    plain: Annotated[bool, Option("Use every image in DATA, labelled by its folder.")] = False
+    # None: the patches that the model keeps
+    data: StrPath | None = None
+    out: Annotated[StrPath, Option("The page to write.", cli=Path)] = Path("atlas.html")
     dataset: DatasetName = None
-    split: Annotated[Literal["test", "val", "train"], Option("Split of the data set.")] = "train"
+    split: Annotated[Literal["test", "val", "train"], Option("Split of DATA.")] = "train"
     boxes: CropToBoxes = True
-    overwrite: Annotated[bool, Option("Replace the atlas in --out.")] = False
-    device: Devices = "auto"
-    batch: Batch = None
+    overwrite: Annotated[bool, Option("Replace the page.")] = False
+    device: Device = "auto"
     threads: Threads = None
-    workers: Workers = None
-    max_pixels: MaxPixels = 100_000_000
     log: Log = log_line
     progress: ProgressChoice | None = None
 
@@ -62,8 +55,6 @@ class ExplainOptions(Decision):
         ),
     ] = None
     overwrite: Annotated[bool, Option("Replace existing sheets.")] = False
-    atlas: AtlasFolder = None
-    rows: Annotated[int, Option("Patches per slot from --atlas.", min=1)] = 4
     slot_names: SlotNameFile = None
     boxes: CropFile = None
     box_confidence: BoxConfidence = DEFAULT_CONFIDENCE

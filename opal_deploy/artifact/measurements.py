@@ -152,6 +152,8 @@ class ReceptiveField:
             gradients (`evaluation.cells`); None where that was not measured.
         effective: side of the square around that centre that holds 90 % of the energy; None where it was not measured.
         images: images that the effective field was measured on.
+        box_offset: by how much boxes lie right of and below their cells' places in the grid, in cells, so that their
+            middle is the effective field's; 0 where that is at most 0.1 cells away.
     """
 
     stride: AtLeastOne
@@ -161,6 +163,7 @@ class ReceptiveField:
     effective: Count | None = None
     effective_offset: Number | None = None
     images: Count = 0
+    box_offset: Number = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values; `from_dict` reads them."""
@@ -186,8 +189,10 @@ class ReceptiveField:
         if self.effective is not None:
             effective = (
                 f"{self.effective} {of} hold {ENERGY_SHARE:.0%} of the gradient's energy ({self.images} images), "
-                f"centred at {self.effective_offset or 0:.1f} of the box's {self.stride}"
+                f"centred at {self.effective_offset or 0:.1f} of the cell's {self.stride}"
             )
+            if self.box_offset:
+                effective += f"; boxes are moved there, by {self.box_offset:+.2f} of a cell to the right and down"
         lines = [f"a cell's box has {self.stride} {of}; it can see {theoretical}", f"effective: {effective}"]
         if self.sees_whole(input_size):
             lines.append(
@@ -200,7 +205,7 @@ class ReceptiveField:
         """Return the effective field in units of the cells of a grid (H, W); None where it was not measured."""
         if self.effective is None or self.effective_offset is None:
             return None
-        return EffectiveField(self.effective / self.stride, self.effective_offset / self.stride, grid)
+        return EffectiveField(self.effective / self.stride, self.effective_offset / self.stride, grid, self.box_offset)
 
     def sees_whole(self, input_size: tuple[int, int]) -> bool:
         """Return whether the field of a middle cell, the effective one if known, covers an input of (H0, W0)."""
@@ -214,13 +219,15 @@ class EffectiveField:
 
     Attributes:
         side: length of its side.
-        center: coordinate of its centre, from the upper left corner of the cell's box; the box's own centre is 0.5.
+        center: coordinate of its centre, from the upper left corner of the cell's place in the grid.
         grid: (H, W) of the feature map.
+        offset: of the boxes from their cells' places, see `CellGrid`.
     """
 
     side: float
     center: float
     grid: tuple[int, int]
+    offset: float = 0.0
 
     def surround(self, cell: Sequence[int], box: Sequence[float]) -> tuple[float, float, float, float]:
         """Return the field (x0, y0, x1, y1) of a cell (row, col), with its box, within the model's view."""
@@ -229,9 +236,10 @@ class EffectiveField:
         return x0, y0, x1, y1
 
     def _extend(self, index: int, count: int, start: float, stop: float) -> tuple[float, float]:
-        first = max(min(self.center - self.side / 2, 0.0), -index)
-        last = min(max(self.center + self.side / 2, 1.0), count - index)
-        return start + first * (stop - start), start + last * (stop - start)
+        shift = min(max(index + self.offset, 0.0), count - 1.0) - index
+        first = max(min(self.center - self.side / 2, shift), -index)
+        last = min(max(self.center + self.side / 2, shift + 1.0), count - index)
+        return start + (first - shift) * (stop - start), start + (last - shift) * (stop - start)
 
 
 def list_evaluation(

@@ -29,10 +29,12 @@ from opal_deploy.artifact.documents import (
 )
 from opal_deploy.artifact.files import CHECKPOINT_SUFFIXES, without_folders
 from opal_deploy.artifact.measurements import Calibration, EffectiveField, ReceptiveField
+from opal_deploy.artifact.patches import Patches
 from opal_deploy.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.baseline import Baseline
+    from opal_deploy.artifact.cells import CellGrid
     from opal_deploy.artifact.class_map import ClassMap
 
 T = TypeVar("T")
@@ -85,6 +87,7 @@ class _Documents(Struct):
     evaluation: documents.Evaluation | None = None
     receptive_field: ReceptiveField | None = None
     test_vectors: documents.TestVectors | None = None
+    patches: Patches | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -120,6 +123,7 @@ class Metadata:
         evaluation: what `evaluate --record` measured of the evidence (`artifact.measurements`); empty if it never did.
         receptive_field: the `ReceptiveField` of a cell; empty where unknown.
         baseline: the `Baseline` of the answers to validation images; empty where none was measured.
+        patches: the `Patches` of training images that show what each slot found; empty where there are none.
         test_vectors: images with the float32 outputs of the reference; see `artifact.test_vectors`.
         outputs: names of the graph's outputs, in order.
         top_k: number of classes that the graph lists in `TOP_OUTPUTS`; None where it outputs all.
@@ -158,6 +162,7 @@ class Metadata:
     file_sha256: str = BLANK_DIGEST
     schema: Literal[1, 2] = SCHEMA
     class_weights: dict[str, Any] = field(default_factory=dict)
+    patches: dict[str, Any] = field(default_factory=dict)
     unknown: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -270,6 +275,13 @@ class Metadata:
         return str(beside) if beside.is_file() else self.checkpoint_name
 
     @property
+    def cells(self) -> CellGrid:
+        """The feature map's cells, and where their boxes lie."""
+        from opal_deploy.artifact.cells import CellGrid
+
+        return CellGrid(*self.grid, self.receptive_field.get("box_offset", 0.0))
+
+    @property
     def stride(self) -> int:
         """Input pixels per cell, H0 / H, the same in both directions."""
         return self.input_size[0] // self.grid[0]
@@ -295,6 +307,17 @@ class Metadata:
         """The effective receptive field of a cell; None where it was not measured."""
         field = ReceptiveField.from_dict(self.receptive_field)
         return None if field is None else field.in_cells(self.grid)
+
+    @property
+    def reach(self) -> float:
+        """How far patches reach around a slot's box, in cells: to what the slot saw, at least 1 and at most 2.5."""
+        field = self.effective_field
+        return 1.0 if field is None else min(max((field.side - 1) / 2, 1.0), 2.5)
+
+    @cached_property
+    def known_patches(self) -> Patches | None:
+        """The patches of training images; None where there are none."""
+        return Patches.from_dict(self.patches)
 
     @cached_property
     def known_baseline(self) -> Baseline | None:

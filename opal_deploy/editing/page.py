@@ -109,14 +109,15 @@ def _list_changed(data: ScoredData, effect: Effect | None) -> Iterator[dict[str,
 
 def _draw(data: ScoredData, row: int, class_id: int, channels: Sequence[int]) -> Picture:
     """Return the model's view of an image, with the cells of some slots of a class outlined."""
-    geometry, grid = data.geometries[row], data.metadata.grid
+    geometry, grid = data.geometries[row], data.metadata.cells
     image = decode(data.samples[row].path).convert("RGB").crop(geometry.crop)
     scale = _SIDE / max(image.size)
     image = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
     boxes = []
     for channel in channels:
-        y, x = divmod(int(data.cells[row, channel]), grid[1])
-        boxes.append(SlotBox(data.metadata.class_map.slot_of(class_id, channel), (x, y, x + 1, y + 1)))
-    draw_boxes(image, boxes, (image.width / grid[1], image.height / grid[0]))
+        place = np.divmod(data.cells[row, [channel]][None], grid.cols)
+        box = grid.boxes([(0, 0, *image.size)], *place)[0, 0].tolist()
+        boxes.append(SlotBox(data.metadata.class_map.slot_of(class_id, channel), box))
+    draw_boxes(image, boxes, (1.0, 1.0))
     cells = ", ".join(name_slot(channel, data.metadata) for channel in channels)
     return Picture(embed_jpeg(image), f"{data.samples[row].path.name} with the cell of {cells} before the edit")

@@ -133,7 +133,7 @@ def _compare_with_object(data: ScoredData, rows: NDArray[np.int64], class_id: in
     """Return, by channel, the slots that read the object, or its parts, significantly less than random cells."""
     if not data.annotations.known:
         return {}
-    grid, channels = data.metadata.grid, data.metadata.class_map.channels(class_id)
+    grid, channels = data.metadata.cells, data.metadata.class_map.channels(class_id)
     images = {row: data.annotations.images[row] for row in rows.tolist()}
     inside: dict[int, NDArray[np.bool_]] = {}
     has_objects = any(image.has_object for image in images.values())
@@ -141,9 +141,9 @@ def _compare_with_object(data: ScoredData, rows: NDArray[np.int64], class_id: in
     for row, image in images.items():
         geometry = data.geometries[row]
         if has_objects and image.has_object:
-            inside[row] = image.in_object(geometry.cell_centres(grid))
+            inside[row] = image.in_object(grid.centres(geometry.crop))
         elif not has_objects and image.parts:
-            inside[row] = image.on_parts(geometry.cell_centres(grid), geometry).any(axis=1)
+            inside[row] = image.on_parts(grid.centres(geometry.crop), geometry).any(axis=1)
     if len(inside) < _MIN_IMAGES:
         return {}
     known, cells = [*inside], np.stack([*inside.values()])  # [n, H * W]

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opal_deploy.artifact.cells import CellGrid
 from opal_deploy.artifact.heads import find_contributions, find_strongest, find_values
 from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import Sample
-from opal_deploy.evaluation.cells import find_edges
 from opal_deploy.evaluation.metrics import Figures, Mean, format_rows, mean_with_interval
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.session import photographs
@@ -145,7 +145,7 @@ class Attacker:
     def _find_regions(self, answer: _Answer) -> dict[str, Tensor]:
         """Return the pixels that may change, bool [n, 1, H0, W0], by region."""
         input_size, grid, field = self._metadata.input_size, self._network.grid, self._field
-        regions = {BOXES: outside_boxes(answer.cells, answer.listed, input_size, grid, self._margin)}
+        regions = {BOXES: outside_boxes(answer.cells, answer.listed, input_size, self._metadata.cells, self._margin)}
         if field is not None and field.effective is not None:
             corner = (field.effective_offset or 0.0) - field.effective / 2
             low = field.stride * torch.stack([answer.cells // grid[1], answer.cells % grid[1]]) + corner
@@ -185,9 +185,7 @@ class Attacker:
         return figures
 
 
-def outside_boxes(
-    cells: Tensor, listed: Tensor, input_size: tuple[int, int], grid: tuple[int, int], margin: int
-) -> Tensor:
+def outside_boxes(cells: Tensor, listed: Tensor, input_size: tuple[int, int], grid: CellGrid, margin: int) -> Tensor:
     """Return the pixels outside the boxes of some cells, bool [n, 1, H0, W0].
 
     Args:
@@ -195,10 +193,10 @@ def outside_boxes(
         listed: bool [n, k], whether a cell has a box.
         margin: pixels around a box that count as inside.
     """
-    edges = [torch.from_numpy(edge).to(cells.device) for edge in find_edges(input_size, grid)]
-    places = (cells // grid[1], cells % grid[1])
-    low, high = (torch.stack([edge[place + end] for edge, place in zip(edges, places, strict=True)]) for end in (0, 1))
-    return _outside(low - margin, high + margin, listed, input_size)
+    rows, cols = np.divmod(cells.cpu().numpy(), grid.cols)
+    boxes = torch.from_numpy(grid.boxes([(0, 0, *input_size[::-1])] * len(cells), rows, cols)).to(cells.device)
+    x0, y0, x1, y1 = boxes.round().unbind(2)
+    return _outside(torch.stack([y0, x0]) - margin, torch.stack([y1, x1]) + margin, listed, input_size)
 
 
 def _outside(low: Tensor, high: Tensor, listed: Tensor, input_size: tuple[int, int]) -> Tensor:

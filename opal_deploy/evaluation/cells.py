@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 from torch import Tensor
 
+from opal_deploy.artifact.cells import CellGrid
 from opal_deploy.artifact.heads import find_values
 from opal_deploy.artifact.measurements import ENERGY_SHARE, ReceptiveField
 from opal_deploy.artifact.metadata import Metadata
@@ -36,6 +37,8 @@ _STREAM = (11, 0)
 
 # of an effective field: on cub_mini with a ResNet-18 at stride 16, 12, 24 and 48 images gave sides of 66, 66, 64 pixels
 _IMAGES = 16
+# a box is moved to where its cell looks if that is further from the middle of the cell's place, in cells
+_LEAST_OFFSET = 0.1
 # images whose graph is in memory at a time
 _BATCH = 8
 
@@ -108,33 +111,24 @@ class GradCam:
         return heat_map
 
 
-def blur_image(image: ImageArray, grid: tuple[int, int]) -> ImageArray:
+def blur_image(image: ImageArray, grid: CellGrid) -> ImageArray:
     """Return the image that removed cells are painted from: uint8 [H0, W0, 3].
 
     The blur is Gaussian, with a standard deviation of half a cell's smaller side, which keeps a cell's colours but not
     its shapes.
     """
-    radius = min(image.shape[0] / grid[0], image.shape[1] / grid[1]) / 2
+    radius = min(image.shape[0] / grid.rows, image.shape[1] / grid.cols) / 2
     return np.asarray(Image.fromarray(image).filter(ImageFilter.GaussianBlur(radius)), np.uint8)
 
 
-def replace_cells(
-    image: ImageArray, replacement: ImageArray, cells: frozenset[int], grid: tuple[int, int]
-) -> ImageArray:
-    """Return `image` with the rectangles of `cells` (flat row-major in `grid`) taken from `replacement`."""
-    y, x = find_edges((image.shape[0], image.shape[1]), grid)
+def replace_cells(image: ImageArray, replacement: ImageArray, cells: frozenset[int], grid: CellGrid) -> ImageArray:
+    """Return `image` with the boxes of `cells` (flat row-major in `grid`) taken from `replacement`."""
     changed = image.copy()
-    for cell in cells:
-        row, col = divmod(cell, grid[1])
-        rectangle = (slice(y[row], y[row + 1]), slice(x[col], x[col + 1]))
-        changed[rectangle] = replacement[rectangle]
+    rows, cols = np.divmod(np.array([sorted(cells)], np.int64), grid.cols)
+    boxes = grid.boxes([(0, 0, image.shape[1], image.shape[0])], rows, cols)[0]
+    for x0, y0, x1, y1 in np.rint(boxes).astype(np.int64):
+        changed[y0:y1, x0:x1] = replacement[y0:y1, x0:x1]
     return changed
-
-
-def find_edges(size: tuple[int, int], grid: tuple[int, int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the edges of the cells of a grid (H, W) in an input (H0, W0): rows int64 [H + 1], columns [W + 1]."""
-    y, x = (np.rint(np.linspace(0, length, n + 1)).astype(np.int64) for length, n in zip(size, grid, strict=True))
-    return y, x
 
 
 def measure_receptive_field(network: OpalNetwork, samples: list[Sample], *, boxes: bool = True) -> ReceptiveField:
@@ -159,8 +153,9 @@ def measure_effective_field(network: OpalNetwork, images: NDArray[np.uint8], fie
     For each image and each slot of its predicted class, the gradient of the slot's score at its cell with respect to
     the normalised input is squared, summed over colours, and divided by its sum over pixels, so that all slots of all
     images have equal weight. `effective_offset` is the mean centroid of these shares, over slots, images and both axes,
-    minus `stride` times the cell. `effective` is the side of the smallest square of whole pixels around that centre in
-    which the mean of the shares reaches 90 %; it may reach beyond the image, where there is no energy.
+    minus `stride` times the cell; `box_offset` moves the boxes there. `effective` is the side of the smallest square of
+    whole pixels around that centre in which the mean of the shares reaches 90 %; it may reach beyond the image, where
+    there is no energy.
 
     `images`: uint8 [n, H0, W0, 3] of the network's input size, n at least 1.
     """
@@ -190,7 +185,11 @@ def measure_effective_field(network: OpalNetwork, images: NDArray[np.uint8], fie
     needed = (2 * distance - 1e-3).ceil().long().flatten()
     inside = torch.bincount(needed, share.flatten().double()).cumsum(0) / len(share)
     side = int(torch.searchsorted(inside, ENERGY_SHARE)) + 1
-    return replace(field, effective=side, effective_offset=round(offset, 2), images=len(images))
+    shift = offset / field.stride - 0.5
+    return replace(
+        field, effective=side, effective_offset=round(offset, 2), images=len(images),
+        box_offset=round(shift, 3) if abs(shift) > _LEAST_OFFSET else 0.0,
+    )  # fmt: skip
 
 
 def _score_gradients(network: OpalNetwork, pixels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -154,7 +154,7 @@ def _measure_curves(
     session: Session, images: Photographs[Outputs], options: EvaluateOptions, heat_map: GradCam | None
 ) -> list[dict[str, Curve]]:
     """Return each image's curves by ranking."""
-    metadata, grid, outputs = session.metadata, session.metadata.grid, images.outputs
+    metadata, grid, outputs = session.metadata, session.metadata.cells, images.outputs
     predicted = outputs.logits.argmax(axis=1)
     heat_maps = [None] * len(predicted) if heat_map is None else heat_map(images.pixels, predicted)
     rankings = [

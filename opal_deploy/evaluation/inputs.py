@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from opal_deploy.artifact.cells import CellGrid
 from opal_deploy.artifact.files import model_kind
 from opal_deploy.artifact.metadata import Metadata, check_all_outputs
 from opal_deploy.datasets import cub
@@ -91,9 +92,9 @@ class ImageAnnotation:
                 hits[:, number] |= np.hypot(*((points - np.array(place)) * to_input).T) < MARGIN
         return hits
 
-    def foreground(self, geometry: Geometry, grid: tuple[int, int]) -> NDArray[np.bool_]:
+    def foreground(self, geometry: Geometry, grid: CellGrid) -> NDArray[np.bool_]:
         """Return the cells whose centre lies in the object, bool [H * W]; all cells if there are none."""
-        inside = self.in_object(geometry.cell_centres(grid))
+        inside = self.in_object(grid.centres(geometry.crop))
         return inside if inside.any() else np.ones_like(inside)
 
 

@@ -196,7 +196,7 @@ def measure_interventions(
         correct.append(predicted == label)
         same.append(answers[-1] == predicted)
         # whether each part's box holds the centre of each cell, 0 or 1: float64 [parts, H * W]
-        x, y = geometry.cell_centres(metadata.grid).T
+        x, y = metadata.cells.centres(geometry.crop).T
         boxes = [drawn[0].parts[part].box for part in PARTS]
         on_parts = np.array([(x >= x0) & (x <= x1) & (y >= y0) & (y <= y1) for x0, y0, x1, y1 in boxes], np.float64)
         evidence = sum_by_cell(predicted, outputs, 0, metadata)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from opal_deploy.artifact.cells import CellGrid
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.evaluation.inputs import Annotations, ImageAnnotation, Points
 from opal_deploy.evaluation.metrics import Figures, Mean, mean_with_interval
@@ -64,14 +65,14 @@ class PointingGame(Figures):
     rules: str
 
 
-def count_hits(annotation: ImageAnnotation, points: Points, geometry: Geometry, grid: tuple[int, int]) -> ImageHits:
+def count_hits(annotation: ImageAnnotation, points: Points, geometry: Geometry, grid: CellGrid) -> ImageHits:
     """Compare the evidence of one image with its annotation.
 
     Args:
         points: [m, 2], centres (x, y) of the evidence's cells in pixels of the whole image.
-        grid: (H, W) of the feature map, for the random cells.
+        grid: all cells, for the random ones.
     """
-    cells = geometry.cell_centres(grid)
+    cells = grid.centres(geometry.crop)
     chance = annotation.on_parts(cells[annotation.foreground(geometry, grid)], geometry)
     in_object, random = None, None
     if annotation.has_object:
@@ -118,8 +119,8 @@ def play_pointing_game(
     for number in np.flatnonzero(counted).tolist():
         annotation, geometry, label = annotations.images[number], result.geometries[number], int(result.labels[number])
         if annotation.has_object or annotation.parts:
-            points = geometry.cell_centres(metadata.grid)[argmax[number, class_map.channels(label)]]
-            hits.append(count_hits(annotation, points, geometry, metadata.grid))
+            points = metadata.cells.centres(geometry.crop)[argmax[number, class_map.channels(label)]]
+            hits.append(count_hits(annotation, points, geometry, metadata.cells))
         else:
             left_out += 1
     return summarize_hits(hits, annotations, left_out)

@@ -126,11 +126,9 @@ def _open_destination(options: ExportOptions) -> Repository | Site | None:
         return Repository(Path(options.triton), options.name, overwrite=options.overwrite)
     if options.web is None:
         return None
-    ort_web, examples, atlas = (
-        None if path is None else Path(path) for path in (options.ort_web, options.examples, options.atlas)
-    )
+    ort_web, examples = (None if path is None else Path(path) for path in (options.ort_web, options.examples))
     return Site(
-        Path(options.web), ort_web, examples, atlas, Decision.of(options), webgpu=options.webgpu,
+        Path(options.web), ort_web, examples, Decision.of(options), webgpu=options.webgpu,
         overwrite=options.overwrite,
     )  # fmt: skip
 
@@ -166,6 +164,8 @@ def _open_checkpoint(path: Path, options: ExportOptions) -> CheckpointSource:
         raise UsageError(f"{path}: {changed}: recorded in the checkpoint; only for the authors' checkpoints")
     if not options.ood_score:
         checkpoint.network.neighbours = None
+    patches = checkpoint.patches
+    checkpoint.patches = patches.fit() if options.patches and patches else None
     return CheckpointSource(checkpoint, path)
 
 

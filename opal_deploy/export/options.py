@@ -164,6 +164,14 @@ class OnnxOptions(CheckpointOptions, CommonOptions):
             flag="--ood-score/--no-ood-score",
         ),
     ] = True
+    patches: Annotated[
+        bool,
+        Option(
+            "Keep two patches of training images per slot, which sheets and pages show. Without it the file holds no "
+            "part of a training image.",
+            flag="--patches/--no-patches",
+        ),
+    ] = True
     progress: ProgressChoice | None = None
 
     @property
@@ -209,9 +217,6 @@ class WebOptions(Decision, CommonOptions):
             panel=_WEB, cli=Path,
         ),
     ] = None  # fmt: skip
-    atlas: Annotated[
-        StrPath | None, Option("Atlas folder; its patches are shown next to each slot.", panel=_WEB, cli=Path)
-    ] = None
     webgpu: Annotated[
         bool, Option("Also copy the WebGPU runtime (27 MB), for large models; used where it is exact.", panel=_WEB)
     ] = False

@@ -99,8 +99,9 @@ def _check_plan(plan: ExportPlan) -> None:
     if own is None:
         return
     other_input = options.input != origin.input_kind and (origin.input_kind, options.input) != ("uint8", "image")
-    if options.attention or other_input or (not options.ood_score and origin.has_output("ood_score")):
-        raise UsageError(f"{path}: inputs and outputs are fixed in an ONNX file; export the checkpoint again")
+    less = (not options.ood_score and origin.has_output("ood_score")) or (not options.patches and origin.patches)
+    if options.attention or other_input or less:
+        raise UsageError(f"{path}: inputs, outputs and patches are fixed in an ONNX file; export the checkpoint again")
     if plan.onnx:
         if own != "fp32" or "fp32" in plan.onnx:
             raise UsageError(f"{path}: already {own}; give another --precision of the fp32 file or the checkpoint")

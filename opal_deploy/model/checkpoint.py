@@ -20,6 +20,7 @@ from opal_deploy.artifact.documents import check_checkpoint, pack_array
 from opal_deploy.artifact.files import atomic_write, compute_sha256, without_folders
 from opal_deploy.artifact.measurements import Calibration, ReceptiveField
 from opal_deploy.artifact.metadata import LINEAR_SCHEMA, Metadata
+from opal_deploy.artifact.patches import Patches
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.model import authors_checkpoint, prototype_checkpoint, state_dicts
 from opal_deploy.model.authors_checkpoint import Assumptions
@@ -35,7 +36,7 @@ FORMAT = "opal-deploy checkpoint"
 SCHEMA = 1
 _KEYS = frozenset({
     "format", "schema", "version", "config", "class_names", "crop", "metrics", "training", "edits", "evaluation",
-    "receptive_field", "calibration", "baseline", "neighbours", "state_dict",
+    "receptive_field", "calibration", "baseline", "neighbours", "patches", "state_dict",
     # what `train --resume` needs, which is no part of a model
     "resume",
 })  # fmt: skip
@@ -57,6 +58,7 @@ class Checkpoint:
         receptive_field: of the network's cells, if measured.
         calibration: of the logits, if measured.
         baseline: of the answers to validation images, if measured.
+        patches: of training images, by slot, if chosen.
         unknown: keys of the file that this version does not know, kept where the checkpoint is written again.
     """
 
@@ -71,6 +73,7 @@ class Checkpoint:
     receptive_field: ReceptiveField | None = None
     calibration: Calibration | None = None
     baseline: Baseline | None = None
+    patches: Patches | None = None
     unknown: dict[str, Any] = field(default_factory=dict)
 
 
@@ -101,6 +104,7 @@ def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = N
         "receptive_field": checkpoint.receptive_field.to_dict() if checkpoint.receptive_field else {},
         "calibration": checkpoint.calibration.to_dict() if checkpoint.calibration else {},
         "baseline": checkpoint.baseline.to_dict() if checkpoint.baseline else {},
+        "patches": checkpoint.patches.to_dict() if checkpoint.patches else {},
         "neighbours": checkpoint.network.neighbours.to_dict() if checkpoint.network.neighbours else {},
         "state_dict": {k: v.detach().cpu().contiguous() for k, v in checkpoint.network.state_dict().items()},
         **(extra or {}),
@@ -229,6 +233,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
         receptive_field = ReceptiveField.from_dict(raw.get("receptive_field") or {})
         calibration = Calibration.from_dict(raw.get("calibration") or {})
         baseline = Baseline.from_dict(raw.get("baseline") or {})
+        patches = Patches.from_dict(raw.get("patches") or {})
     except CheckpointError:
         raise
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, UsageError) as error:
@@ -257,6 +262,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
         receptive_field=receptive_field,
         calibration=calibration,
         baseline=baseline,
+        patches=patches,
         unknown={key: value for key, value in raw.items() if key not in _KEYS},
     )
 
@@ -328,6 +334,7 @@ def build_metadata(checkpoint: Checkpoint) -> Metadata:
         evaluation=checkpoint.evaluation,
         receptive_field=receptive_field.to_dict(),
         baseline=checkpoint.baseline.to_dict() if checkpoint.baseline else {},
+        patches=checkpoint.patches.to_dict() if checkpoint.patches else {},
         keep_layers=network.config.keep_layers,
         outputs=network.list_outputs(),
         **linear,

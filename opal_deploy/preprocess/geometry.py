@@ -8,12 +8,9 @@ the oriented image, `x = x0 + col / W * (x1 - x0)`, `y = y0 + row / H * (y1 - y0
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from opal_deploy.errors import ImageError
@@ -47,31 +44,6 @@ class Geometry:
     def whole(width: int, height: int) -> Geometry:
         """Return the geometry of an image that is not cropped."""
         return Geometry(width, height, (0, 0, width, height))
-
-    def cell_centres(self, grid: tuple[int, int]) -> NDArray[np.float64]:
-        """Return the centres (x, y) of all cells of a grid (H, W) in the same pixels: float64 [H * W, 2], row-major."""
-        (rows, cols), (x0, y0, x1, y1) = grid, self.crop
-        x = x0 + (np.arange(cols) + 0.5) * (x1 - x0) / cols
-        y = y0 + (np.arange(rows) + 0.5) * (y1 - y0) / rows
-        return np.stack([np.tile(x, rows), np.repeat(y, cols)], axis=1)
-
-
-def cell_boxes(
-    crops: Sequence[tuple[int, int, int, int]], rows: NDArray[np.int64], cols: NDArray[np.int64], grid: tuple[int, int]
-) -> NDArray[np.float64]:
-    """Return the rectangles (x0, y0, x1, y1) of many images' cells, in float pixels of the whole oriented images.
-
-    Args:
-        crops: of N images, see `Geometry`.
-        rows, cols: int64 [N, m], the cells.
-        grid: (H, W), the cells of the feature map.
-
-    Returns:
-        float64 [N, m, 4]: (x0, y0, x1, y1).
-    """
-    x0, y0, x1, y1 = np.array(crops, np.float64).reshape(-1, 4).T[:, :, None]
-    width, height = (x1 - x0) / grid[1], (y1 - y0) / grid[0]
-    return np.stack([x0 + cols * width, y0 + rows * height, x0 + (cols + 1) * width, y0 + (rows + 1) * height], axis=2)
 
 
 def compute_geometry(image: Image.Image, box: Box | None = None) -> Geometry:

@@ -108,13 +108,15 @@ def build_records(
     return records
 
 
-def class_evidence(class_id: int, geometry: Geometry, outputs: Outputs, metadata: Metadata) -> tuple[Slot, ...]:
+def class_evidence(
+    class_id: int, geometry: Geometry, outputs: Outputs, metadata: Metadata, names: SlotNames | None = None
+) -> tuple[Slot, ...]:
     """Return the slots of any class, predicted or not, for one image, N = 1.
 
     Raises:
         ValueError: the model's evidence is not `exact`, or it does not list this class.
     """
-    return next(_build_slots(find_evidence(outputs, np.array([class_id]), [geometry], metadata), metadata, {}))
+    return next(_build_slots(find_evidence(outputs, np.array([class_id]), [geometry], metadata), metadata, names or {}))
 
 
 def _describe_rest(total: float, answer: Answer, slots: Sequence[Slot], metadata: Metadata) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from opal_deploy.artifact.heads import find_contributions, find_norms, to_norms
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.opal_head import recover_norms
 from opal_deploy.artifact.outputs import DoubleArray, Outputs, compute_probabilities, find_largest
-from opal_deploy.preprocess.geometry import Geometry, cell_boxes
+from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.record import Answered
 
 
@@ -108,7 +108,7 @@ def find_evidence(
         np.stack([rows, cols], axis=2),
         scores,
         find_contributions(scores / norms[:, None], class_ids, metadata),
-        cell_boxes([geometry.crop for geometry in geometries], rows, cols, metadata.grid),
+        metadata.cells.boxes([geometry.crop for geometry in geometries], rows, cols),
     )
 
 

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
-from msgspec import structs
+from msgspec import structs, to_builtins
 from PIL import Image
 
 from opal_deploy.artifact.measurements import list_evaluation
@@ -22,15 +22,16 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ImageError, StoppedEarly, UsageError
 from opal_deploy.logs import one_line
 from opal_deploy.predict.executor import prefetch
-from opal_deploy.predict.prepare import InferenceOptions, Prepared, Result, content_sha256
-from opal_deploy.records.build import ImageInfo
+from opal_deploy.predict.prepare import InferenceOptions, Prepared, Result
+from opal_deploy.records.build import ImageInfo, build_records, class_evidence
 from opal_deploy.records.decision import NO_DECISION, Decision
+from opal_deploy.records.lines import to_document
 from opal_deploy.records.names import SlotNames
 from opal_deploy.records.record import Answered, Failed, Problem, Record
 from opal_deploy.records.run_files import OVERLAYS, REPORT, overlay_name, remove_image_files, write_image_file
 from opal_deploy.remote import redact
 from opal_deploy.timing import StageTimer
-from opal_deploy.visualization.atlas.entries import Atlas, Exemplars, find_exemplars
+from opal_deploy.visualization.drawing import Drawing
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg, show_photograph
 from opal_deploy.visualization.report import (
     EMBED_LIMIT,
@@ -40,9 +41,7 @@ from opal_deploy.visualization.report import (
     choose_image_mode,
     make_thumbnail,
 )
-from opal_deploy.visualization.sheet.content import SheetContent, build_sheet_content
-from opal_deploy.visualization.sheet.drawing import Drawing, encode_png, encode_svg
-from opal_deploy.visualization.sheet.layout import layout_sheet
+from opal_deploy.visualization.sheet import draw_sheet
 from opal_deploy.worker_pool import WorkerCrashed, WorkerPool, WorkerTimeout
 
 # by the image's number in the run
@@ -53,14 +52,11 @@ Drawings: TypeAlias = tuple[bytes | None, Thumbnail | None, Problem | None]
 
 @dataclass(frozen=True)
 class Sheet:
-    """The evidence sheet of one image: its content as data, and laid out as a drawing."""
+    """The evidence sheet of one image: its record, the same as JSON with the runner-up's slots, and its picture."""
 
-    content: SheetContent
+    record: Answered
+    document: dict[str, Any]
     drawing: Drawing
-
-    def encode(self, file_format: str = "png") -> bytes:
-        """Return the sheet as a `png` or `svg` file; the same sheet gives the same bytes."""
-        return encode_svg(self.drawing) if file_format == "svg" else encode_png(self.drawing)
 
 
 @dataclass(frozen=True)
@@ -70,16 +66,12 @@ class SheetBuilder:
     Attributes:
         metadata: the model's.
         model: the model as messages name it.
-        atlas: the model's atlas, for exemplars from other images; None: none.
-        exemplar_rows: maximum number of exemplars per slot.
         names: names of slots.
         decision: thresholds that mark images, resolved.
     """
 
     metadata: Metadata
     model: str = "the model"
-    atlas: Atlas | None = None
-    exemplar_rows: int = 4
     names: SlotNames | None = None
     decision: Decision = NO_DECISION
 
@@ -91,22 +83,23 @@ class SheetBuilder:
         """Return the sheet of a result with image and outputs (`keep_images`, `keep_outputs`).
 
         Raises:
-            ImageError: memory was too short for the image, or its file, which must not be its own exemplar, is gone.
-            ArtifactError: a patch of the atlas is missing or damaged.
+            ImageError: memory was too short for the image.
         """
-        prepared, outputs = result.prepared, result.outputs
-        if prepared.geometry is None or outputs is None:
+        prepared, outputs, geometry = result.prepared, result.outputs, result.prepared.geometry
+        if geometry is None or outputs is None:
             raise ValueError("a sheet needs an answered image whose outputs were kept")
-        image = get_image(prepared)
-        info = ImageInfo(prepared.input.name, prepared.geometry, label=prepared.input.label)
-        content = build_sheet_content(info, outputs, self.metadata, decision=self.decision, names=self.names)
-        exemplars = None if self.atlas is None else self._find_exemplars(self.atlas, content, prepared)
-        return Sheet(content, layout_sheet(content, image, exemplars))
-
-    def _find_exemplars(self, atlas: Atlas, content: SheetContent, prepared: Prepared) -> Exemplars:
-        own = {prepared.image_sha256 or content_sha256(prepared.input.source), content.image or ""}
-        slots = [slot.slot for slot in content.predicted.slots]
-        return find_exemplars(atlas, content.predicted.class_id, slots, exclude=own, rows=self.exemplar_rows)
+        info = ImageInfo(prepared.input.name, geometry, label=prepared.input.label)
+        (record,) = build_records(
+            [info], outputs, self.metadata, top=2, decision=self.decision, slot_names=self.names
+        )  # fmt: skip
+        document, runner_up = to_document(record), None
+        if len(record.top) > 1:
+            answer = record.top[1]
+            runner_up = answer, class_evidence(answer.class_id, geometry, outputs, self.metadata, self.names)
+            document["runner_up_evidence"] = to_builtins(runner_up[1])
+        return Sheet(
+            record, document, draw_sheet(get_image(prepared), record, runner_up, self.metadata, geometry.crop)
+        )  # fmt: skip
 
 
 def get_image(prepared: Prepared) -> Image.Image:
@@ -246,6 +239,8 @@ def describe_report(
         facts=tuple((name, value) for name, value in facts if value),
         evidence=tuple((name, one_line(value)) for name, value in evidence),
         field=metadata.effective_field,
+        patches=metadata.known_patches,
+        reach=metadata.reach,
         title=f"{first}{more}, explained by {path.name}",
         class_names=frozenset(metadata.class_names),
     )

@@ -79,6 +79,7 @@ def create_app(state: ServerState) -> ASGIApp:
         Route("/", handlers.page),
         *(Route(f"/{name}", handlers.asset) for name in ("page.css", "page.js", "evidence.js")),
         Route("/explain", handlers.explain, methods=["POST"]),
+        Route("/patches", handlers.patches),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _refuse})
     # a redirect would name the host that the client gave
@@ -151,6 +152,15 @@ class _Handlers:
         _check_capacity(model)
         async with self._state.bodies.read(request) as body:
             return await _explain_image(self._state, model, body, request.query_params.get("name", ""))
+
+    async def patches(self, request: Request) -> Response:
+        """Return the patches of training images for the slots of the class `class`, and how far they reach in cells."""
+        model, _ = self._state.find(request.query_params.get("model", self._state.models[0].name))
+        metadata, number = model.metadata, request.query_params.get("class", "")
+        if not number.isascii() or not number.isdigit() or int(number[:9]) >= metadata.num_classes:
+            raise BadRequest(f"class {number[:20]!r} found; expected a number below {metadata.num_classes}")
+        patches = {} if metadata.known_patches is None else metadata.known_patches.to_page(int(number[:9]))
+        return JSONResponse({"reach": metadata.reach, "patches": patches})
 
     async def page(self, request: Request) -> Response:
         # without a token nobody learns the names

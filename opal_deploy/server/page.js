@@ -6,10 +6,11 @@ const { say } = evidence;
 // the answer to an outdated request is not shown
 let current = 0;
 
+const headers = () => token.value ? { Authorization: `Bearer ${token.value}` } : {};
+
 async function post(image) {
   const query = new URLSearchParams({ model: model.value, name: image.name || "pasted" });
-  const headers = token.value ? { Authorization: `Bearer ${token.value}` } : {};
-  const response = await fetch(`explain?${query}`, { method: "POST", body: image, headers });
+  const response = await fetch(`explain?${query}`, { method: "POST", body: image, headers: headers() });
   if (response.ok) return response;
   if (response.status === 401) {
     byId("token-field").hidden = false;
@@ -21,15 +22,20 @@ async function post(image) {
   throw new Error(reason);
 }
 
+/** Show the table of slots, with `look` also their patches. */
+function showSlots(record, look = null) {
+  const decorate = (slot, row) => evidence.link(row, slot.channel);
+  byId("slots").replaceChildren(...(record.evidence?.length ? [evidence.evidenceTable(record, { decorate, look })] : []));
+}
+
 function showRecord(record) {
-  const { status, evidence: slots } = record;
+  const { status } = record;
   byId("label").replaceChildren(...evidence.headline(record));
   byId("flag").hidden = status === "ok";
   byId("flag").textContent = status === "unknown" ? `Unknown: ${record.reason}`
     : "Abstained: the margin is too small for an answer";
   byId("figures").replaceChildren(...evidence.summary(record));
-  byId("slots").replaceChildren(...(slots?.length
-    ? [evidence.evidenceTable(record, (slot, row) => evidence.link(row, slot.channel))] : []));
+  showSlots(record);
   byId("record").textContent = JSON.stringify(record, null, 2);
   byId("figure").hidden = true;
   byId("answer").hidden = false;
@@ -44,6 +50,10 @@ async function showPicture(file, record) {
   await image.decode();
   evidence.drawBoxes(byId("boxes"), record.evidence ?? [], record.width, record.height, { record });
   byId("figure").hidden = false;
+  const query = new URLSearchParams({ model: model.value, class: record.prediction.class_id });
+  const response = await fetch(`patches?${query}`, { headers: headers() });
+  const { width, height, image: name } = record;
+  if (response.ok) showSlots(record, { href: image.src, width, height, name, ...await response.json() });
 }
 
 function describeError(image, error) {

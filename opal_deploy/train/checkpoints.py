@@ -18,6 +18,7 @@ from opal_deploy.artifact.files import write_json
 from opal_deploy.artifact.measurements import Calibration, ReceptiveField
 from opal_deploy.artifact.opal_head import embedding
 from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.artifact.patches import Patches
 from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.evaluation.calibration import calibrate
@@ -30,6 +31,7 @@ from opal_deploy.evaluation.metrics import (
     count_by_class,
     margins,
 )
+from opal_deploy.evaluation.patches import collect_patches, cut_patches
 from opal_deploy.evaluation.record import baseline_of, fit_neighbours, measure_baseline
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model.checkpoint import Checkpoint, build_metadata, save
@@ -126,7 +128,7 @@ class Measurements:
         val, test: metrics on the validation split, or out of fold, and on the test split; `test` is None without one.
         classes: answers per class on the test split, or on the validation split without one.
         calibration: fitted to the validation split.
-        receptive_field, baseline, neighbours: only of the process that writes the checkpoint; None in the others.
+        receptive_field, baseline, neighbours, patches: only of the process that writes the checkpoint, else None.
     """
 
     val: Evaluation
@@ -136,6 +138,7 @@ class Measurements:
     receptive_field: ReceptiveField | None
     baseline: Baseline | None
     neighbours: Neighbours | None
+    patches: Patches | None
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -174,7 +177,7 @@ def measure_network(
     if answers is not None:
         calibration = replace(calibration, split="out-of-fold")
     # only the process that writes them measures them, on a bounded number of images
-    receptive_field = baseline = neighbours = None
+    receptive_field = baseline = neighbours = patches = None
     if fabric.is_global_zero:
         receptive_field = measure_receptive_field(network, data.val or data.train)
         neighbours = (
@@ -189,11 +192,17 @@ def measure_network(
             kept = 0 if neighbours is None else neighbours.num_background
             baseline = baseline_of(answers.outputs, build_metadata(model), kept, "out-of-fold")
         network.neighbours = None
+        if answers is None or answers.whole is None:
+            session = TorchSession(model, device=str(fabric.device))
+            patches = collect_patches(session, data.train, "train", progress=progress)
+        elif config.head.evidence == "exact":
+            samples = [data.train[position] for position in answers.whole[0].tolist()]
+            patches = cut_patches(answers.whole[1], samples, build_metadata(model), "train")
     if loaders.test is not None:
         outputs = predict(network, loaders.test, fabric, progress=progress)
         test = outputs.compute_metrics(config.class_map)
     classes = count_by_class(outputs.logits, outputs.labels, data.class_names)
-    return Measurements(val, test, classes, calibration, receptive_field, baseline, neighbours)
+    return Measurements(val, test, classes, calibration, receptive_field, baseline, neighbours, patches)
 
 
 @dataclass
@@ -256,6 +265,7 @@ class RunWriter:
         self._save(
             self.run_dir.best, {"epoch": epoch, **measured.metrics}, {"state_dict": state.best_weights},
             receptive_field=measured.receptive_field, calibration=measured.calibration, baseline=measured.baseline,
+            patches=measured.patches,
         )  # fmt: skip
         network.neighbours = None
         return measured

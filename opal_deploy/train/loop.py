@@ -290,6 +290,10 @@ def fit_frozen(
         frozen.basis.copy_slots(network.head, find_kept_slots(run.data.class_names, start)[0], head)
     objective = make_objective(options, run.data, head)
     loss, accuracy = fit_head(head, frozen, objective, fabric, steps=options.head_steps, progress=run.progress)
+    if answers is not None:
+        first = frozen.positions[: len(frozen.labels) // frozen.views].argsort()
+        outputs = out_of_fold.compute_outputs(head, None, frozen, first)
+        answers = replace(answers, whole=(frozen.positions[first].numpy(), outputs))
     if frozen.basis is not None:
         frozen.basis.set_projection(network.head, head)
     return Fitted(loss, accuracy, frozen.images_per_second, answers)

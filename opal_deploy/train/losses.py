@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from opal_deploy.artifact.cells import CellGrid
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.evaluation.attack import LEVELS, outside_boxes
 from opal_deploy.evaluation.options import EvaluateOptions
@@ -211,7 +212,7 @@ def change_outside(
     limit, darkest, brightest = (
         bound.to(images.device) for bound in (LEVELS / 255 / std, -mean / std, (1 - mean) / std)
     )
-    free = outside_boxes(cells, torch.ones_like(cells, dtype=torch.bool), config.input_size, grid, _MARGIN)
+    free = outside_boxes(cells, torch.ones_like(cells, dtype=torch.bool), config.input_size, CellGrid(*grid), _MARGIN)
     # half of what is allowed at random, so that the step has room
     start = (images + (torch.rand_like(images) - 0.5) * limit * free).requires_grad_()
     with torch.enable_grad():

@@ -68,6 +68,7 @@ class OutOfFold:
         outputs: of all n images, with OOD scores by the neighbours among the other folds.
         plain: whether the logistic regression is right, bool [n].
         neighbours: among all training images; None where there are none, see `Neighbours.fit`.
+        whole: positions, ascending, and outputs of the head that is kept; None before its fit.
     """
 
     positions: NDArray[np.int64]
@@ -75,6 +76,7 @@ class OutOfFold:
     outputs: Outputs
     plain: NDArray[np.bool_]
     neighbours: Neighbours | None
+    whole: tuple[NDArray[np.int64], Outputs] | None = None
 
 
 def count_folds(images: int) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw
 
+from opal_deploy.preprocess.geometry import Box
 from opal_deploy.preprocess.resize import display_size, to_display
 from opal_deploy.records.record import Answered, Failed, Record, describe_status
 from opal_deploy.visualization.boxes import SlotBox, Tag, TaggedBox, draw_boxes, emphasize, group_boxes, place_tags
@@ -221,6 +222,13 @@ def crop_box(image: Image.Image, box: Sequence[float], size: tuple[int, int]) ->
     left, top = min(max(x0, 0), image.width - 1), min(max(y0, 0), image.height - 1)
     right, bottom = min(max(x1, left + 1), image.width), min(max(y1, top + 1), image.height)
     return image.crop((left, top, right, bottom))
+
+
+def grow_box(box: Box, reach: float, size: tuple[int, int]) -> Box:
+    """Return a cell's box with `reach` cells around it, within an image of `size`, for a patch."""
+    x0, y0, x1, y1 = box
+    across, down = reach * (x1 - x0), reach * (y1 - y0)
+    return max(x0 - across, 0.0), max(y0 - down, 0.0), min(x1 + across, size[0]), min(y1 + down, size[1])
 
 
 def format_facts(record: Answered) -> str:

@@ -150,7 +150,6 @@ GLOSSARY: dict[str, str] = {
         "It comes from the same computation as the prediction."
     ),
     "atlas": (
-        "A page with the training images' patches at which each slot responded most strongly. "
-        "It shows what a slot stands for."
+        "A page with the patches of training images in which each slot was strongest. It shows what a slot stands for."
     ),
 }

@@ -51,15 +51,19 @@ function softmax(logits, temperature) {
   return powers.map((power) => power / sum);
 }
 
+const moveBox = (place, count) => Math.min(Math.max(place + (metadata.receptive_field?.box_offset ?? 0), 0), count - 1);
+
 /** The slots of a class that are left without those that are off, with their boxes in a picture of this crop. */
 export function findSlots(classId, { scores, cells }, norm, off, [x0, y0, x1, y1]) {
   const [rows, cols] = metadata.grid, w = (x1 - x0) / cols, h = (y1 - y0) / rows;
   const kept = readClassMap(model.class_map, isShared() ? new Set() : off).slots(classId);
   const slots = kept.map(({ slot, channel, weight }) => {
     const row = Math.floor(cells[channel] / cols), col = cells[channel] % cols;
+    // as `preprocess/geometry.py`
+    const left = x0 + moveBox(col, cols) * w, top = y0 + moveBox(row, rows) * h;
     return {
       slot, channel, cell: [row, col], score: scores[channel], contribution: scores[channel] / norm * weight,
-      box: [x0 + col * w, y0 + row * h, x0 + (col + 1) * w, y0 + (row + 1) * h],
+      box: [left, top, left + w, top + h],
     };
   });
   if (!isShared()) return slots;

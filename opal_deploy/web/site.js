@@ -42,7 +42,7 @@ const inputSize = () => ({ height: metadata.input_size[0], width: metadata.input
 /** `findSlots` for the picture that is shown. */
 const slotsOf = (classId, off, norm) => findSlots(classId, current.outputs, norm, off, current.picture.crop);
 
-/** Put a slot's switch, and patches of training images that it answered to, into its row. */
+/** Put a slot's switch into its row. */
 function addSwitch(row, slot, classId, isLast) {
   const { off } = current, label = labels[classId], isOff = off.has(slot.channel);
   const box = el("input", { type: "checkbox", "aria-label": `${label}, slot ${slot.slot} counts` });
@@ -56,9 +56,6 @@ function addSwitch(row, slot, classId, isLast) {
   });
   row.firstChild.prepend(el("label", null, box), " ");
   evidence.link(row, slot.channel);
-  const patches = (model.patches?.[`${classId}/${slot.slot}`] ?? []).map((source) =>
-    el("img", { src: source, alt: `slot ${slot.slot} of ${label} in a training image`, width: 48, height: 48, loading: "lazy" }));
-  if (patches.length) row.children[1].append(el("div", { class: "patches" }, ...patches));
 }
 
 /** Return a class with its slots; the contributions of those that are left add up to its total. */
@@ -66,8 +63,11 @@ function buildClass(classId, total, norm, left, longest) {
   const parts = new Map(left.map((slot) => [slot.channel, slot.contribution]));
   const slots = slotsOf(classId, new Set(), norm).map((slot) => ({ ...slot, contribution: parts.get(slot.channel) ?? 0 }));
   const prediction = describeClass(classId, total), rest = findRest(classId, total, left);
-  const table = evidence.evidenceTable({ evidence: slots, prediction, ...rest, top: classId === current.record.prediction.class_id && [] },
-    (slot, row) => addSwitch(row, slot, classId, left.length === 1), longest);
+  const { width, height, name } = current.picture, patches = model.patches[classId];
+  const table = evidence.evidenceTable({ evidence: slots, prediction, ...rest, top: classId === current.record.prediction.class_id && [] }, {
+    decorate: (slot, row) => addSwitch(row, slot, classId, left.length === 1), least: longest,
+    look: { href: current.href, width, height, name, reach: model.reach, patches },
+  });
   return el("section", { class: "class" }, el("h3", null, labels[classId]),
     el("p", { class: "soft" }, describeMatch(prediction)), table);
 }
@@ -115,7 +115,9 @@ function showAnswer() {
 /** Answer for the shown picture's input. */
 async function answer(picture, input) {
   const outputs = await run(input);
-  current = { picture, outputs, off: new Set(), seen: new Set(), record: buildRecord(picture, outputs) };
+  // as it is shown, with what is covered
+  const href = canvas.toDataURL("image/jpeg", 0.85);
+  current = { picture, outputs, href, off: new Set(), seen: new Set(), record: buildRecord(picture, outputs) };
   showAnswer();
   return current.record;
 }

@@ -5,7 +5,6 @@
     model.onnx, model.json           the graph with its metadata, and everything else that the page needs
     ort/                             ONNX Runtime Web
     examples/                        pictures to try
-    patches/                         of training images, from an atlas
 
 ONNX Runtime Web is copied from its npm package: its WebAssembly is 14 MB, too much for a Python package, and only files
 tested with the page are accepted. `model.json` lists the site's files: only these are replaced later.
@@ -21,7 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, groupby, islice, zip_longest
+from itertools import groupby, islice, zip_longest
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -42,8 +41,6 @@ from opal_deploy.records.decision import NO_DECISION, Decision
 from opal_deploy.runtime.gates import Gate
 from opal_deploy.synthetic import example_images
 from opal_deploy.synthetic.creatures import MAX_SPECIES, list_species
-from opal_deploy.visualization.atlas.entries import Atlas, AtlasPatch
-from opal_deploy.visualization.atlas.storage import load_atlas
 from opal_deploy.visualization.pages import (
     load_templates,
     read_asset,
@@ -71,7 +68,6 @@ _SCRIPTS = ("site.js", "model.js", "onnx.js", "pictures.js", "pixels.js", "worke
 # beginning of the name of the folder in the site where new files are written first
 _STAGING = ".opal-web-"
 _EXAMPLES, _GENERATED = 6, 3
-_PATCHES, _PATCH_SIDE = 3, 96
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,6 @@ class Site:
         ort_web: the npm package, or its folder `dist`; None: in `node_modules` of the working directory.
         examples: a folder of pictures to try, of which six are taken, from its subfolders in turn. None: generated
             creatures if the model knows these, else no pictures.
-        atlas: the model's atlas, whose best three patches of each slot are shown next to it.
         decision: thresholds that mark answers.
         webgpu: include ONNX Runtime's files for WebGPU, which the page prefers where their answers are exact.
         overwrite: replace an earlier site's files; others in the folder stay.
@@ -92,7 +87,6 @@ class Site:
     folder: Path
     ort_web: Path | None = None
     examples: Path | None = None
-    atlas: Path | None = None
     decision: Decision = NO_DECISION
     webgpu: bool = False
     overwrite: bool = False
@@ -102,8 +96,6 @@ class Site:
         self._check_folder()
         self._find_ort()
         self._list_examples()
-        if self.atlas is not None:
-            load_atlas(self.atlas)
 
     def _check_folder(self) -> None:
         try:
@@ -129,11 +121,7 @@ class Site:
         self._check_folder()
         metadata = onnx_file.read_metadata(model)
         _check_model(model, metadata)
-        fingerprint = fingerprint_model(model)
-        atlas = None if self.atlas is None else load_atlas(self.atlas)
-        if atlas is not None:
-            atlas.check_model({**fingerprint, "checkpoint_sha256": metadata.source.get("sha256")}, str(model))
-        described = self._describe(model, fingerprint["sha256"], metadata, atlas)
+        described = self._describe(model, fingerprint_model(model)["sha256"], metadata)
         try:
             # a link to a folder stays a link
             folder = self.folder.resolve()
@@ -141,15 +129,13 @@ class Site:
             for left in folder.glob(f"{_STAGING}*"):
                 shutil.rmtree(left)
             with tempfile.TemporaryDirectory(prefix=_STAGING, dir=folder) as staging:
-                examples = self._write_files(Path(staging), model, metadata, described, atlas)
+                examples = self._write_files(Path(staging), model, metadata, described)
                 size = _replace_files(folder, Path(staging))
         except OSError as error:
             raise self._unwritable(error) from None
         return WrittenSite(self.folder, metadata, size, examples)
 
-    def _write_files(
-        self, folder: Path, model: Path, metadata: Metadata, described: dict[str, Any], atlas: Atlas | None
-    ) -> int:
+    def _write_files(self, folder: Path, model: Path, metadata: Metadata, described: dict[str, Any]) -> int:
         """Write all files, and return the number of pictures to try."""
         (folder / "ort").mkdir()
         for source in self._find_ort():
@@ -160,8 +146,6 @@ class Site:
         texts |= {name: read_asset(__package__, name) for name in _SCRIPTS}
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-        if atlas is not None:
-            _write_patches(folder, atlas)
         examples = list(self._write_examples(folder, metadata))
         files = [*_list_files(folder), _PAGE, _DOCUMENT]
         document = json.dumps(described | {"files": files}, allow_nan=False).encode() + b"\n"
@@ -219,9 +203,9 @@ class Site:
             picture.save(folder / name, quality=92)
             yield name, text
 
-    def _describe(self, path: Path, digest: str, metadata: Metadata, atlas: Atlas | None) -> dict[str, Any]:
+    def _describe(self, path: Path, digest: str, metadata: Metadata) -> dict[str, Any]:
         """Return the content of model.json, without the list of files."""
-        chosen = _choose_patches(atlas).items() if atlas else ()
+        patches = metadata.known_patches
         return {
             "kind": _KIND,
             "source": path.name,
@@ -236,7 +220,8 @@ class Site:
                 provider: dict(zip(("script", "wasm"), map(_served_name, _ORT_FILES[provider]), strict=True))
                 for provider in self._providers
             },
-            "patches": {f"{class_id}/{slot}": [patch.file for patch in best] for (class_id, slot), best in chosen},
+            "reach": metadata.reach,
+            "patches": [patches.to_page(class_id) if patches else {} for class_id in range(metadata.num_classes)],
             "class_map": metadata.class_map.to_dict(),
         }
 
@@ -313,19 +298,6 @@ def _check_model(path: Path, metadata: Metadata) -> None:
         raise ArtifactError(
             f"{path}: the model has no test vectors, which the page needs to check the browser; export it again"
         )
-
-
-def _choose_patches(atlas: Atlas) -> dict[tuple[int, int], list[AtlasPatch]]:
-    """Return the best patches by (class, slot)."""
-    return {key: atlas.patches(*key)[:_PATCHES] for key in atlas.entries}
-
-
-def _write_patches(folder: Path, atlas: Atlas) -> None:
-    for patch in chain(*_choose_patches(atlas).values()):
-        image = atlas.load_patch(patch)
-        image.thumbnail((_PATCH_SIDE, _PATCH_SIDE))
-        (folder / patch.file).parent.mkdir(parents=True, exist_ok=True)
-        image.save(folder / patch.file, quality=85)
 
 
 def _served_name(name: str) -> str:

@@ -28,7 +28,6 @@ other = [each.label for each in model.stream(images)]
 checked = opal_deploy.verify(model)
 facts: str = str(opal_deploy.inspect(model))
 changes = opal_deploy.diff(model, edited or "", images=paths)
-atlas = opal_deploy.create_atlas(images, model, out=out / "atlas", plain=True)
 results = out / "results.jsonl"
 results.write_text("".join(answer.to_json() + "\n" for answer in answers))
 drift = opal_deploy.find_drift(results, baseline=model.path)

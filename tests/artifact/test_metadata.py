@@ -47,7 +47,7 @@ def test_it_is_one_line_of_ascii_that_is_read_back_equal():
 
 ADDED_LATER = {
     "risk", "calibration", "edits", "evaluation", "receptive_field", "baseline", "keep_layers", "top_k",
-    "class_weights",
+    "class_weights", "patches",
 }  # fmt: skip
 
 

@@ -32,7 +32,6 @@ REFUSED = {
     "explain in/000.png --out a.jpg": "expected a .png or .svg file",
     "explain in/000.png --out in/000.png --overwrite": "this call reads that file",
     "explain in/000.png --out in/001.png": "in/001.png: the file exists",
-    "explain in/000.png --atlas in": "in/atlas.json: cannot be read",
     "explain in/000.png --slot-names nowhere": "nowhere: cannot be read",
     "explain nowhere.png": "nowhere.png: no such file",
     "explain empty.png": "zero bytes",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from opal_deploy.artifact.cells import CellGrid
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
@@ -97,9 +98,9 @@ IMAGE = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
 
 def test_only_the_rectangles_of_the_cells_are_replaced():
     fill = np.full_like(IMAGE, 7)
-    assert (replace_cells(IMAGE, fill, frozenset(range(16)), (4, 4)) == fill).all()
-    assert (replace_cells(IMAGE, fill, frozenset(), (4, 4)) == IMAGE).all()
-    changed = replace_cells(IMAGE, fill, frozenset({0, 6}), (4, 4))
+    assert (replace_cells(IMAGE, fill, frozenset(range(16)), CellGrid(4, 4)) == fill).all()
+    assert (replace_cells(IMAGE, fill, frozenset(), CellGrid(4, 4)) == IMAGE).all()
+    changed = replace_cells(IMAGE, fill, frozenset({0, 6}), CellGrid(4, 4))
     assert (changed[:8, :12] == 7).all()
     assert (changed[8:16, 24:36] == 7).all()
     changed[:8, :12], changed[8:16, 24:36] = IMAGE[:8, :12], IMAGE[8:16, 24:36]
@@ -108,7 +109,7 @@ def test_only_the_rectangles_of_the_cells_are_replaced():
 
 def test_a_blur_keeps_the_mean_colour():
     smooth = (IMAGE // 4 + np.array([90, 40, 120], np.uint8)).astype(np.uint8)
-    blurred = blur_image(smooth, (4, 4))
+    blurred = blur_image(smooth, CellGrid(4, 4))
     assert blurred.dtype == np.uint8
     assert blurred.mean(axis=(0, 1)) == pytest.approx(smooth.mean(axis=(0, 1)), abs=2.5)
     assert (blurred.std(axis=(0, 1)) < 0.5 * smooth.std(axis=(0, 1))).all()

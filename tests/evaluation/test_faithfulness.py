@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from opal_deploy.artifact.cells import CellGrid
 from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.opal_head import cosines
@@ -113,7 +114,7 @@ def test_the_curve_is_what_the_rule_says_by_hand(measured, two_cell_images, grey
     steps = []
     for sample, (a, b) in zip(two_cell_images, greys, strict=True):
         # a removed cell has its blurred brightness
-        blurred = blur_image(np.asarray(Image.open(sample.path)), GRID)
+        blurred = blur_image(np.asarray(Image.open(sample.path)), CellGrid(*GRID))
         paint = brightness(blurred[None])[0]
         strong, weak = a / 255, b / 255
         steps.append([

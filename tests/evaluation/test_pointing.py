@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from opal_deploy.artifact.cells import CellGrid
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.registry import read_dataset
@@ -29,7 +30,7 @@ ON_BEAK, ON_TAIL, ON_BODY, OFF = (30, 30), (50, 50), (50, 30), (10, 10)
 
 def test_hits_and_random_cells_are_counted_by_their_centres():
     points = np.array([ON_BEAK, ON_TAIL, ON_BODY, OFF], np.float64)
-    hits = count_hits(MIDDLE, points, WHOLE, GRID)
+    hits = count_hits(MIDDLE, points, WHOLE, CellGrid(*GRID))
     assert hits.in_object.tolist() == [True, True, True, False]
     assert hits.on_parts.tolist() == [[True, False], [False, True], [False, False], [False, False]]
     assert hits.random_object == 4 / 16
@@ -38,10 +39,10 @@ def test_hits_and_random_cells_are_counted_by_their_centres():
     # the same object as a mask
     mask = np.zeros((80, 80), np.bool_)
     mask[20:60, 20:60] = True
-    masked = count_hits(replace(MIDDLE, mask=lambda: mask, boxes=()), points, WHOLE, GRID)
+    masked = count_hits(replace(MIDDLE, mask=lambda: mask, boxes=()), points, WHOLE, CellGrid(*GRID))
     assert masked.in_object.tolist() == hits.in_object.tolist()
     # an object between the centres leaves all cells to the control
-    nowhere = count_hits(replace(MIDDLE, boxes=((0, 0, 5, 5),)), points, WHOLE, GRID)
+    nowhere = count_hits(replace(MIDDLE, boxes=((0, 0, 5, 5),)), points, WHOLE, CellGrid(*GRID))
     assert (nowhere.random_object, nowhere.share(distinguishing=False)[1]) == (0, 2 / 16)
 
 
@@ -63,8 +64,12 @@ def test_a_point_is_hit_within_the_margin_at_the_scale_of_the_input(crop, distan
 
 
 def test_centres_follow_the_crop():
-    centres = compute_geometry_from_size((100, 50), (20, 10, 60, 50)).cell_centres((2, 4))
+    crop = compute_geometry_from_size((100, 50), (20, 10, 60, 50)).crop
+    centres = CellGrid(2, 4).centres(crop)
     assert centres.tolist() == [[25, 20], [35, 20], [45, 20], [55, 20], [25, 40], [35, 40], [45, 40], [55, 40]]
+    # a box that would leave the crop stays at its edge
+    moved = CellGrid(2, 4, -0.4).centres(crop)
+    assert moved.tolist() == [[25, 20], [31, 20], [41, 20], [51, 20], [25, 32], [31, 32], [41, 32], [51, 32]]
 
 
 def _result(cells, labels, predicted, size=64):
@@ -177,7 +182,7 @@ def test_objects_of_a_coco_file_count_where_their_category_is_the_class_or_none_
 )
 def test_foreground_by_what_the_data_set_knows(data, box, boxes, inside, name):
     annotations = annotate(data, [Sample(data.test[0].path, 0, box)], boxes=boxes, parts=False)
-    foreground = annotations.images[0].foreground(Geometry.whole(80, 40), GRID)
+    foreground = annotations.images[0].foreground(Geometry.whole(80, 40), CellGrid(*GRID))
     assert name in annotations.foreground
     assert np.flatnonzero(foreground).tolist() == (list(range(16)) if inside is None else inside)
     assert annotations.known == (inside is not None)

@@ -123,9 +123,8 @@ def make_runs(folder: Path) -> None:
 
 
 def make_folders(folder: Path) -> None:
-    """Write an atlas, a page without ONNX Runtime Web's 12 MB, and a training run that was interrupted."""
-    opal(folder, "atlas", "data", "--model", "model.onnx", "--out", "atlas", *CPU)
-    opal(folder, "export", "model.onnx", "--web", "page", "--ort-web", str(ORT_WEB), "--atlas", "atlas", "--no-verify")
+    """Write a page without ONNX Runtime Web's 12 MB, and a training run that was interrupted."""
+    opal(folder, "export", "model.onnx", "--web", "page", "--ort-web", str(ORT_WEB), "--no-verify")
     rmtree(folder / "page/ort")
     command = [sys.executable, "-c", _MAIN, *TRAINING]
     with subprocess.Popen(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}) as training:
@@ -149,7 +148,7 @@ def main() -> None:
         make_folders(folder)
         FOLDER.mkdir()
         kept = ["model.bf16.onnx", "model.engine", "model.engine.json", "public.pem", "images", "run", "unfinished"]
-        kept += ["data", "atlas", "page", "training"]
+        kept += ["data", "page", "training"]
         for name in (*kept, *RUNNABLE, *(f"{name}.jsonl" for name in RUNNABLE)):
             if (folder / name).is_dir():
                 copytree(folder / name, FOLDER / name, ignore=ignore_patterns(".*"))

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from opal_deploy.api.atlas import collect_images
 from opal_deploy.errors import UsageError
 from opal_deploy.predict import prepare
 from opal_deploy.predict.executor import predict_stream
@@ -17,8 +16,6 @@ from opal_deploy.run.directory import read_records
 from opal_deploy.run.drawing import ReportOptions, SheetBuilder, describe_report, open_report
 from opal_deploy.run.setup import RunOptions
 from opal_deploy.sources.image import InputImage
-from opal_deploy.visualization.atlas.collector import AtlasCollector
-from opal_deploy.visualization.atlas.storage import write_atlas
 from tests.bright import BrightSession, save, write_run
 from tests.cli.calls import read_results
 
@@ -147,20 +144,8 @@ def test_a_box_crops_the_view_and_places_stay_those_of_the_whole_image(tmp_path)
     pixels = np.zeros((64, 64, 3), np.uint8)
     pixels[40:48, 48:56] = 250
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    content = build(BrightSession(), InputImage("a.png", tmp_path / "a.png", (32, 32, 64, 64))).content
-    assert content.crop == (32, 32, 64, 64)
-    assert content.predicted.slots[0].box == (48.0, 40.0, 56.0, 48.0)
-
-
-def test_an_image_is_never_its_own_exemplar(tmp_path):
-    session = BrightSession()
-    images = [save(tmp_path / f"{number}.png", (32, 32), 150 + 20 * number) for number in range(4)]
-    collector = AtlasCollector(session.metadata, 3)
-    collect_images([InputImage(path.name, path) for path in images], [session], OPTIONS, collector)
-    atlas = write_atlas(collector, tmp_path / "atlas", {"file": "m", "sha256": "f"}, {})
-    # under another name, so that only the bytes can tell
-    copy = save(tmp_path / "copy.png", (32, 32), 210)
-    for rows, expected in ((4, ["2.png", "1.png"]), (1, ["2.png"])):
-        drawing = build(session, InputImage(copy.name, copy), atlas=atlas, exemplar_rows=rows).drawing
-        alts = [shape.alt for shape in drawing.shapes if getattr(shape, "alt", "").startswith("slot 0 in ")]
-        assert [alt.split(" in ")[1].split(",")[0] for alt in alts] == expected
+    sheet = build(BrightSession(), InputImage("a.png", tmp_path / "a.png", (32, 32, 64, 64)))
+    assert sheet.record.evidence[0].box == (48.0, 40.0, 56.0, 48.0)
+    # JSON names the runner-up's slots too
+    assert sheet.document["evidence"][0]["box"] == [48.0, 40.0, 56.0, 48.0]
+    assert [slot["slot"] for slot in sheet.document["runner_up_evidence"]] == [0, 1]

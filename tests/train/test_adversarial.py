@@ -2,6 +2,7 @@
 
 import torch
 
+from opal_deploy.artifact.cells import CellGrid
 from opal_deploy.evaluation.attack import LEVELS, outside_boxes
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.model.config import HeadConfig, NetworkConfig
@@ -29,7 +30,7 @@ def test_an_adversary_changes_few_grey_levels_outside_the_boxes_only():
     # from a random start of up to half of what is allowed, one step makes every pixel darker
     changed = change_outside(images, cells, lambda pixels: pixels.mean((1, 2, 3)), _CONFIG, (8, 8))
     listed = torch.ones_like(cells, dtype=torch.bool)
-    free = outside_boxes(cells, listed, (128, 128), (8, 8), EvaluateOptions.attack_margin)
+    free = outside_boxes(cells, listed, (128, 128), CellGrid(8, 8), EvaluateOptions.attack_margin)
     std = torch.tensor(_CONFIG.std).reshape(1, 3, 1, 1)
     levels, brightness = (
         (each * std * 255)

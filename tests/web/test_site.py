@@ -17,13 +17,13 @@ from PIL import Image, ImageCms
 from playwright.sync_api import expect, sync_playwright
 
 import opal_deploy
-from opal_deploy.api.atlas import create_atlas
 from opal_deploy.artifact import onnx_file
 from opal_deploy.errors import UsageError
 from opal_deploy.records.lines import to_document
 from opal_deploy.records.record import to_record
 from opal_deploy.synthetic import example_images
 from tests.browser import AXE, CHROMIUM, ORT_WEB, find_violations, needs_chromium, needs_ort_web
+from tests.builders import make_patches
 from tests.cli.calls import check
 from tests.export.test_other_heads import Theirs
 from tests.records.test_schema import validator
@@ -210,19 +210,22 @@ class TestPage:
     @pytest.mark.slow
     def test_patches_a_margin_and_webgpu(self, site, exact_model, visit, make_pictures, tmp_path):
         make_pictures(tmp_path / "photos", 12)
-        atlas = create_atlas(
-            tmp_path / "photos", model=exact_model, out=tmp_path / "atlas", plain=True, threads=1
-        ).atlas
-        options = {"atlas": tmp_path / "atlas", "min_margin": 2.0, "webgpu": True}
-        folder = tmp_path / "site"
-        opal_deploy.export_web(exact_model, folder, ort_web=ORT_WEB, threads=1, log=lambda text: None, **options)
+        folder, model = tmp_path / "site", tmp_path / "with_patches.onnx"
+        shutil.copy(exact_model, model)
+        metadata = onnx_file.read_metadata(model)
+        onnx_file.rewrite_metadata(model, replace(metadata, patches=make_patches(4, 3)))
+        opal_deploy.export_web(
+            model, folder, ort_web=ORT_WEB, threads=1, log=lambda text: None, min_margin=2.0, webgpu=True
+        )
         page = visit(folder)
         expect(page.locator("#checked")).to_contain_text("on this device (WebGPU)")
         record = ask(page, next((tmp_path / "photos").iterdir()))
         assert record["status"] == "abstained"
         expect(page.locator("#flag")).to_have_text("Not sure: the margin is below 2.000")
-        shown = page.locator(f"tr[data-channel='{record['evidence'][0]['channel']}'] .patches img")
-        expect(shown).to_have_count(len(atlas.patches(record["prediction"]["class_id"], 0)[:3]))
+        row = page.locator(f"tr[data-channel='{record['evidence'][0]['channel']}'] .patches")
+        # what the slot found in the picture, and two training images
+        expect(row.locator("> .patch")).to_have_count(3)
+        shown = row.locator("img")
         assert shown.first.evaluate("image => image.decode().then(() => image.naturalWidth > 0)")
         # where WebGPU fails or answers wrong, WebAssembly answers
         (folder / "ort/ort-wasm-simd-threaded.asyncify.wasm").write_bytes(b"")
@@ -375,7 +378,6 @@ def test_what_a_page_cannot_do_is_refused_in_one_line(exact_model, opal, tmp_pat
         ((exact_model, "--web", "site", "--ort-web", ORT_WEB, "--triton", "models"), "--triton"),
         ((exact_model, "--web", "site", "--ort-web", ORT_WEB, "--outputs", "topk"), "leave out --outputs"),
         ((exact_model, "--examples", tmp_path / "empty", "--webgpu"), "--webgpu"),
-        ((exact_model, "--web", "site", "--ort-web", ORT_WEB, "--atlas", tmp_path / "empty"), "build one with"),
     ]:
         done = opal("export", *arguments, cwd=tmp_path)
         assert done.returncode == 2, done.stderr

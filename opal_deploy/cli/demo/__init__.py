@@ -181,7 +181,7 @@ def _report_whole_job(demo: _Demo, data: Path, model: Path, figures: dict[str, A
     image = min((data / "test").glob("*/*"))
     for command in (
         ("explain", image, "--model", model, "--out", demo.out / "sheet.png"),
-        ("atlas", data, "--model", model, "--out", demo.out / "atlas"),
+        ("atlas", "--model", model, "--out", demo.out / "atlas.html"),
         ("evaluate", data, "--model", model, "--faithfulness"),
         ("export", model.with_suffix(".pt"), "--trt"),
     ):
@@ -255,6 +255,6 @@ def _find_shares(records: Sequence[Answered], data: Path, metadata: Metadata) ->
             corners = np.array([slot.box for slot in record.evidence])
             geometry = Geometry.whole(record.width, record.height)
             centres = (corners[:, :2] + corners[:, 2:]) / 2
-            hits = count_hits(by_name[Path(record.image or "")], centres, geometry, metadata.grid)
+            hits = count_hits(by_name[Path(record.image or "")], centres, geometry, metadata.cells)
             shares.append(hits.share(distinguishing=True))
     return shares

@@ -5,7 +5,7 @@ const evidence = (() => {
   const NUMERIC = { class: "n" };
 
   function el(tag, attributes, ...children) {
-    const svg = ["svg", "g", "rect", "text", "path"].includes(tag);
+    const svg = ["svg", "g", "rect", "text", "path", "image"].includes(tag);
     const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
     for (const [name, value] of Object.entries(attributes || {})) node.setAttribute(name, value);
     node.append(...children.filter((child) => child !== null));
@@ -129,11 +129,35 @@ const evidence = (() => {
       : weak.length > 1 ? ` Faint: slots ${numbers}, together ${share}.` : ` Faint: slot ${numbers}, ${share}.`}`;
   }
 
+  /** A part [x0, y0, x1, y1] of a picture of width x height, with a box in it. */
+  const cut = ({ href, width, height }, [x0, y0, x1, y1], [left, top, right, bottom], slot, text) =>
+    el("svg", { class: "patch", viewBox: `${x0} ${y0} ${x1 - x0} ${y1 - y0}`, role: "img", "aria-label": text },
+      el("image", { href, width, ...(height ? { height } : {}), preserveAspectRatio: height ? "none" : "xMinYMin" }),
+      el("g", { class: `box ${slotClass(slot)}` }, ...["case", "light", "line"].map((name) =>
+        el("rect", { class: name, x: left, y: top, width: right - left, height: bottom - top }))));
+
   /**
-   * The table of a record's slots; `decorate(slot, row)` may change a row. Bars of contributions are full at 1/m, those of
+   * What a slot found in a picture, and two patches of training images that look like it to the model. `look` has the
+   * picture's href, width, height and name, how far patches reach in cells, and the class's patches, as `Patches.to_page`.
+   */
+  function showPatches({ slot, box: [x0, y0, x1, y1], box }, { href, width, height, isHigh, name, reach, patches }) {
+    const across = reach * (x1 - x0), down = reach * (y1 - y0), file = (name ?? "").split(/[\/\\]/).at(-1);
+    const around = [Math.max(x0 - across, 0), Math.max(y0 - down, 0), Math.min(x1 + across, width), Math.min(y1 + down, height)];
+    const alike = (patches?.[slot] ?? []).filter(([image]) => image !== file).slice(0, 2).map(([image, [a, b, c, d], jpeg]) => {
+      const frame = el("svg", { viewBox: "0 0 1 1", preserveAspectRatio: "none", "aria-hidden": "true" }, el("g", { class: `box ${slotClass(slot)}` },
+        ...["case", "light", "line"].map((look) => el("rect", { class: look, x: a, y: b, width: c - a, height: d - b }))));
+      return el("span", { class: "patch", title: image }, el("img", { src: `data:image/jpeg;base64,${jpeg}`,
+        alt: `slot ${slot} in ${image}, a training image` }), el("span", { class: "boxes" }, frame));
+    });
+    return el("div", { class: "patches" }, cut({ href, width, height: isHigh ? null : height }, around, box, slot, `slot ${slot}: found here`),
+      ...alike);
+  }
+
+  /**
+   * The table of a record's slots; `decorate(slot, row)` may change a row, `look` shows patches, see `showPatches`. Bars of contributions are full at 1/m, those of
    * scores at 1, or at `least`.
    */
-  function evidenceTable(record, decorate, least = 0) {
+  function evidenceTable(record, { decorate = null, least = 0, look = null } = {}) {
     const slots = record.evidence, meaning = findMeaning(record), scores = meaning !== SCORE;
     const values = slots.map((slot) => scores ? slot.contribution : slot.score);
     const full = { [COSINE]: 1 / slots.length, [DISTANCE]: 0, [SCORE]: 1, [LOGIT]: 0 }[meaning];
@@ -141,14 +165,16 @@ const evidence = (() => {
     const rows = slots.map((slot, i) => {
       const start = (Math.min(0, values[i]) - low) * scale, stop = (Math.max(0, values[i]) - low) * scale;
       const row = el("tr", null, el("td", null, tag(slot.slot), ...(slot.name ? [" ", bdi(slot.name)] : [])),
-        el("td", { class: "wide" }, bar("bar", [[start, stop - start, slot.slot]])),
-        el("td", NUMERIC, number(values[i])), scores ? el("td", NUMERIC, number(slot.score)) : null,
-        el("td", NUMERIC, slot.cell.join(", ")));
+        el("td", { class: "wide" }, bar("bar", [[start, stop - start, slot.slot]]), look && showPatches(slot, look)),
+        el("td", NUMERIC, number(values[i])), scores && !look ? el("td", NUMERIC, number(slot.score)) : null,
+        look ? null : el("td", NUMERIC, slot.cell.join(", ")));
       decorate?.(slot, row);
       return row;
     });
-    const head = [["slot"], [meaning, { colspan: 2 }], ...(scores ? [["score", NUMERIC]] : []), ["cell (row, col)", NUMERIC]];
-    return table("slots", head, rows, record.top ? boxNote(record) : "");
+    const more = [...(scores ? [["score", NUMERIC]] : []), ["cell (row, col)", NUMERIC]];
+    const notes = [record.top ? boxNote(record) : "", look ? `Below each bar: what the slot found${
+      slots.some(({ slot }) => look.patches?.[slot]?.length) ? ", then parts of training images that look like it to the model" : ""}.` : ""];
+    return table("slots", [["slot"], [meaning, { colspan: 2 }], ...(look ? [] : more)], rows, notes.filter(Boolean).join(" "));
   }
 
   /** A record in words and figures: two sentences, the contributions side by side, cosine, margin and probability. */

@@ -47,6 +47,14 @@
     return table("top", [["class"], [d.cosine ? "cosine" : "logit", NUMERIC]], body);
   }
 
+  /** What the table of slots shows of the image and of training images. */
+  function look(position) {
+    const row = rows[position], d = details(position), address = source(position), isFile = config.image_mode === "files";
+    if (!address || row[STATUS] === FAILED) return null;
+    const [width, height] = d.size;
+    return { href: address, width: isFile ? width * d.overlay_width : width, height, isHigh: d.drawn, name: row[NAME], reach: config.reach, patches: config.patches[row[CLASS]] };
+  }
+
   function photo(position) {
     const row = rows[position], d = details(position), address = source(position);
     if (row[STATUS] === FAILED) return null;
@@ -89,7 +97,7 @@
   function card(position) {
     const row = rows[position], d = details(position), parts = answer(position);
     if (row[STATUS] !== FAILED) {
-      parts.push(d.slots.length ? lazyDetails(pluralize(d.slots.length, "slot", "slots"), () => evidence.evidenceTable(record(position)))
+      parts.push(d.slots.length ? lazyDetails(pluralize(d.slots.length, "slot", "slots"), () => evidence.evidenceTable(record(position), { look: look(position) }))
         : el("p", { class: "note" }, config.no_evidence));
       if (d.top.length) parts.push(lazyDetails(pluralize(d.top.length, "closest class", "closest classes"), () => topTable(d)));
     }
@@ -110,7 +118,7 @@
       figure.append(el("p", { class: "note" }, link, " (file next to this page)"));
     }
     if (row[STATUS] !== FAILED) {
-      text.append(...(d.slots.length ? [el("h3", null, "Slots"), evidence.evidenceTable(record(position))] : [el("p", { class: "note" }, config.no_evidence)]));
+      text.append(...(d.slots.length ? [el("h3", null, "Slots"), evidence.evidenceTable(record(position), { look: look(position) })] : [el("p", { class: "note" }, config.no_evidence)]));
       if (d.top.length) text.append(el("h3", null, "Closest classes"), topTable(d));
     }
     const title = el("h2", { id: "sheet-title", tabindex: "-1" }, bdi(row[NAME]));

@@ -14,13 +14,14 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TextIO, cast
+from typing import Any, Literal, TextIO, cast
 
 from msgspec.structs import replace
 from PIL import Image
 
 from opal_deploy.artifact.measurements import EffectiveField
-from opal_deploy.records.record import Failed, Record
+from opal_deploy.artifact.patches import Patches
+from opal_deploy.records.record import Answered, Failed, Record
 from opal_deploy.visualization.overlay import MEANINGS, NO_EVIDENCE
 from opal_deploy.visualization.pages import json_script, read_asset, read_evidence_script, render_page, to_json
 from opal_deploy.visualization.report.cards import Tables, Thumbnail, describe_card, index_row, make_thumbnail
@@ -48,6 +49,8 @@ class ReportOptions:
     Attributes:
         facts: (name, value) pairs about the run, below the head of the page.
         evidence: (name, value) pairs of what was measured of the model's evidence.
+        patches: the model's patches of training images, shown next to what a slot found; None where there are none.
+        reach: how far patches reach around a box, in cells.
         field: the model's effective receptive field, shown around cells on demand; None if it is unknown.
         title: the page's title.
         class_names: the labels that the model knows, for the accuracy; None: all.
@@ -56,6 +59,8 @@ class ReportOptions:
     facts: tuple[Fact, ...] = ()
     evidence: tuple[Fact, ...] = ()
     field: EffectiveField | None = None
+    patches: Patches | None = None
+    reach: float = 1.0
     title: str = "Explanations"
     class_names: frozenset[str] | None = None
 
@@ -94,6 +99,8 @@ class ReportWriter:
         self._labels: dict[str, int] = {}
         self._cards = self._failed_cards = 0
         self._meanings: set[str] = set()
+        # of answers, by their labels' indices
+        self._classes: dict[int, int] = {}
         self._index: list[str] = []
         self._block: list[object] = []
         self._part_path = self._path.with_name(f".{self._path.name}.{os.getpid()}.part")
@@ -144,6 +151,8 @@ class ReportWriter:
             self._failed_cards += 1
             return
         self._cards += 1
+        answer = cast(Answered, record).prediction
+        self._classes[self._label_index(answer.label)] = answer.class_id
         if details["slots"]:
             self._meanings.add(MEANINGS[details["meaning"]])
         if overlay is not None and self._image_mode == "embed":
@@ -161,6 +170,7 @@ class ReportWriter:
             config = {
                 "labels": [escape_unprintable(label) for label in self._labels], "no_evidence": NO_EVIDENCE,
                 "image_mode": self._image_mode, "block": _BLOCK, "page": PAGE_SIZE,
+                "reach": self._options.reach, "patches": self._list_patches(),
             }  # fmt: skip
             with open(self._part_path, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
                 file.write(page + json_script("config", config))
@@ -180,6 +190,10 @@ class ReportWriter:
         with contextlib.suppress(OSError):
             self._data.close()
         self._part_path.unlink(missing_ok=True)
+
+    def _list_patches(self) -> dict[int, Any]:
+        patches = self._options.patches
+        return {} if patches is None else {label: patches.to_page(number) for label, number in self._classes.items()}
 
     def _label_index(self, label: str) -> int:
         return self._labels.setdefault(label, len(self._labels))

@@ -1,0 +1,112 @@
+"""The patches of images that show what each slot of a model found (`artifact.patches`)."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+
+from opal_deploy.artifact.metadata import Metadata
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.artifact.patches import PER_SLOT, Patch, Patches, SlotPatches
+from opal_deploy.datasets.samples import Sample
+from opal_deploy.evaluation.session import choose_samples, photographs
+from opal_deploy.logs import Progress, no_progress
+from opal_deploy.preprocess.decode import decode
+from opal_deploy.preprocess.geometry import Box, Geometry, compute_geometry
+from opal_deploy.records.evidence import find_evidence
+from opal_deploy.runtime.session import Session
+from opal_deploy.visualization.overlay import crop_box, grow_box
+
+# more images take minutes on a processor
+_MAX_IMAGES = 4_000
+_SIDE = 96
+# of one patch as JPEG: two of each of five slots in the 20 kB of a class
+_BYTES, _QUALITIES = 2_000, (85, 75, 65, 55, 45, 35, 25)
+
+
+def collect_patches(
+    session: Session, samples: Sequence[Sample], split: str, *, boxes: bool = True, progress: Progress = no_progress
+) -> Patches | None:
+    """Return the best patches of each slot from up to 4,000 images; see `cut_patches`.
+
+    None unless single cells are the model's evidence.
+    """
+    metadata = session.metadata
+    if metadata.evidence != "exact":
+        return None
+    chosen = choose_samples(samples, _MAX_IMAGES)
+    batches = photographs(
+        session.run, samples, metadata.input_size, chosen=chosen, boxes=boxes, progress=progress,
+        note="choosing patches",
+    )  # fmt: skip
+    outputs = Outputs.concatenate([images.outputs for images in batches])
+    return cut_patches(outputs, [samples[index] for index in chosen], metadata, split, boxes=boxes)
+
+
+def cut_patches(
+    outputs: Outputs, samples: Sequence[Sample], metadata: Metadata, split: str, *, boxes: bool = True
+) -> Patches:
+    """Return the best four patches of each slot, from different images that are answered correctly.
+
+    They are ranked by contribution to the cosine, or by score if the distance has no such sum; of equal ones the first
+    image's.
+
+    Args:
+        outputs: of a model with `exact` evidence for the N samples.
+        samples: of the data set's `split`.
+        boxes: crop images to the samples' boxes.
+    """
+    labels = np.array([sample.label for sample in samples], np.int64)
+    # boxes follow when the images are decoded
+    geometries = [Geometry.whole(*metadata.input_size[::-1])] * len(samples)
+    evidence = find_evidence(outputs, labels, geometries, metadata)
+    values = evidence.scores if evidence.contributions is None else evidence.contributions  # [N, m]
+    right = outputs.logits.argmax(1) == labels
+    wanted: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for class_id in range(metadata.num_classes):
+        rows = np.flatnonzero(right & (labels == class_id))
+        for place, slot in enumerate(metadata.class_map.slots(class_id)):
+            for row in rows[np.argsort(-values[rows, place], kind="stable")[:PER_SLOT]].tolist():
+                wanted[row].append((class_id, slot, place))
+    patches: defaultdict[tuple[int, int], list[Patch]] = defaultdict(list)
+    for row, cuts in sorted(wanted.items()):
+        sample = samples[row]
+        image = decode(sample.path).convert("RGB")
+        crop = compute_geometry(image, sample.box if boxes else None).crop
+        own = metadata.cells.boxes([crop], *np.moveaxis(evidence.cells[row][None], 2, 0))[0]
+        for class_id, slot, place in cuts:
+            cut = _cut(image, tuple(own[place].tolist()), metadata.reach, float(values[row, place]), sample.path.name)
+            patches[class_id, slot].append(cut)
+    slots = [
+        SlotPatches(class_id, slot, tuple(sorted(patches[class_id, slot], key=lambda patch: -patch.value)))
+        for class_id in range(metadata.num_classes)
+        for slot in metadata.class_map.slots(class_id)
+    ]
+    return Patches(split, len(samples), tuple(slots))
+
+
+def _cut(image: Image.Image, box: Box, reach: float, value: float, name: str) -> Patch:
+    """Return a slot's box with its surroundings."""
+    x0, y0, x1, y1 = around = grow_box(box, reach, image.size)
+    shares = [(box[i] - around[i % 2]) / (x1 - x0, y1 - y0)[i % 2] for i in range(4)]
+    left, top, right, bottom = (round(min(max(share, 0.0), 1.0), 4) for share in shares)
+    cut = crop_box(image, around, image.size)
+    cut.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)
+    return Patch(name, round(value, 6), (left, top, right, bottom), _encode(cut))
+
+
+def _encode(image: Image.Image) -> str:
+    """Return an image as JPEG in base64, at the best of some qualities that takes at most 2 kB."""
+    encoded = b""
+    for quality in _QUALITIES:
+        buffer = io.BytesIO()
+        image.save(buffer, "JPEG", quality=quality, optimize=True)
+        encoded = buffer.getvalue()
+        if len(encoded) <= _BYTES:
+            break
+    return base64.b64encode(encoded).decode()
