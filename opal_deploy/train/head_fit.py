@@ -38,8 +38,10 @@ LEAST_PASSES = 20
 _RATE = 6e-3
 # directions of a basis, and the images whose cells it is found from
 DIRECTIONS, _BASIS_IMAGES = 256, 256
+# share of the image's sides that its middle has
+_MIDDLE = 0.7
 # weight of a finer feature map beside the last one
-_FINER = 2.0
+_FINER = 1.4
 _TINY = 1e-6
 # features, pooled, labels, regions and positions of a batch, see `FrozenFeatures`
 _Part = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
@@ -49,7 +51,8 @@ _Part = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
 class Basis:
     """Coordinates of features along their main directions, per cell: (F - mean) @ directions.
 
-    The directions are the first 256 principal components, or fewer.
+    The directions are the first 256 principal components, or fewer. The first one points from the border of the images
+    to their middle, since it tells objects from their background.
 
     Attributes:
         mean: float32 [D].
@@ -66,7 +69,7 @@ class Basis:
         Args:
             features: float32 [n, D, H, W].
             maps: channels of the feature maps that they are stacked from; all are brought to the same root mean square,
-                and finer ones to twice that of the last, since they tell better where.
+                and finer ones to 1.4 times that of the last, since they tell better where.
             fabric: the processes of the run.
         """
         blocks = torch.split(features, list(maps), dim=1)
@@ -85,6 +88,12 @@ class Basis:
         covariance = torch.stack(rows) - mean.outer(mean)
         variances, directions = torch.linalg.eigh(covariance)
         variances, directions = variances.flip(0)[:DIRECTIONS], directions.flip(1)[:, :DIRECTIONS]
+        first = ((cells - mean.float()) @ directions[:, 0].float()).reshape(len(features), *features.shape[2:]).mean(0)
+        rows, cols = (torch.linspace(-1, 1, size).abs() for size in first.shape)
+        middle = torch.maximum(rows[:, None], cols) < _MIDDLE
+        (towards,) = machine.sum_over_processes(fabric, float(first[middle].mean() - first[~middle].mean()))
+        if towards < 0:
+            directions = directions * torch.cat([-directions.new_ones(1), directions.new_ones(directions.shape[1] - 1)])
         # coordinates of mean square 1
         directions = directions / variances.mean().clamp_min(_TINY).sqrt()
         return Basis((mean / scale).float(), (directions * scale[:, None]).float())
@@ -120,7 +129,8 @@ class FrozenFeatures:
         features: float16 [n, r, H, W], coordinates along `basis`; without one, features, float32 [n, D, H, W].
         pooled: the features' means over the cells, float32 [n, D].
         labels: int64 [n].
-        regions: share of each cell that is kept off, float16 [n, H, W]; None without regions.
+        regions: share of each cell that is kept off, float16 [n, H, W]: the data set's regions, or the background,
+            where the first coordinate is negative; None for neither.
         positions: of the images in the data set's training images, int64 [n].
         basis: of the coordinates; None for a head without projection.
         views: number of views of each image; the rows of one view of all images come first.
@@ -149,7 +159,7 @@ class FrozenFeatures:
 
 
 def compute_frozen_features(
-    network: OpalNetwork, batches: Batches, fabric: Fabric, *, memory: int, progress: Progress
+    network: OpalNetwork, batches: Batches, fabric: Fabric, *, memory: int, background: bool, progress: Progress
 ) -> FrozenFeatures:
     """Return the backbone's features of as many views of the training images as fit into memory.
 
@@ -160,6 +170,7 @@ def compute_frozen_features(
         batches: this process's share of the training images, shuffled, in batches of `BATCH`.
         fabric: the processes of the run, and the precision of the backbone.
         memory: bytes that all processes of this machine together may keep.
+        background: whether to keep off the background where the data set has no regions.
         progress: called with views done.
     """
     network.eval()
@@ -190,6 +201,8 @@ def compute_frozen_features(
                 whole[done : done + len(part)] = part
         done += len(features)
     full: list[Any] = [None if whole is None else whole[:done] for whole in kept]
+    if background and full[3] is None and basis is not None:
+        full[3] = (full[0][:, 0] < 0).half()
     counts = num_views, num_views * per_view, done / (time.perf_counter() - began)
     return FrozenFeatures(full[0], full[1], full[2], full[3], full[4], basis, *counts)
 
@@ -235,7 +248,7 @@ def fit_head(
         note: of `progress`.
     """
     head.train()
-    model = HeadTerms(head).to(fabric.device)
+    model = HeadTerms(head, apart=objective.apart > 0).to(fabric.device)
     rows = torch.arange(len(frozen.labels)) if among is None else among
     steps = max(steps, round(frozen.batches * len(rows) / len(frozen.labels)) * LEAST_PASSES)
     parameters = [weight for weight in head.parameters() if weight.requires_grad]

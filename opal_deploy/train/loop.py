@@ -29,6 +29,7 @@ from opal_deploy.evaluation.session import choose_samples
 from opal_deploy.logs import Log, Progress, as_progress, no_progress
 from opal_deploy.model.backbones import get_library, own_stride
 from opal_deploy.model.checkpoint import Checkpoint
+from opal_deploy.model.head import OpalHead
 from opal_deploy.model.neighbours import MAX_IMAGES
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import checkpoints, head_fit, machine, out_of_fold
@@ -273,13 +274,23 @@ def fit_frozen(
     images, workers = loaders.train.images, loaders.train.workers
     batches = Batches(images, head_fit.BATCH, shuffle_seed=options.seed, workers=workers, **run.share)
     memory = options.cache_megabytes * _MEGABYTE
-    frozen = compute_frozen_features(network, batches, fabric, memory=memory, progress=run.progress)
+    frozen = compute_frozen_features(
+        network, batches, fabric, memory=memory, background=options.foreground > 0, progress=run.progress
+    )
+
+    def make_objective_of(head: OpalHead) -> Objective:
+        objective = make_objective(options, run.data, head)
+        keep_off = objective.keep_off if options.keep_off else options.foreground
+        # without single cells as evidence nothing can be kept apart
+        apart = options.apart if head.config.evidence == "exact" else 0.0
+        return replace(objective, keep_off=keep_off, apart=apart)
+
     answers = None
     if loaders.val is None:
         answers = out_of_fold.answer_out_of_fold(
             network, frozen, run.data.train, find_plain_features(run, network, start, frozen),
             pool_features(network, background, progress=run.progress),
-            lambda head: make_objective(options, run.data, head), fabric,
+            make_objective_of, fabric,
             steps=options.head_steps, seed=options.seed, progress=run.progress,
         )  # fmt: skip
     elif fabric.world_size == 1 and len(run.data.train) <= _MAX_COMPARED:
@@ -288,8 +299,9 @@ def fit_frozen(
     if frozen.basis is not None:
         head = out_of_fold.new_head(network, frozen, options.seed)
         frozen.basis.copy_slots(network.head, find_kept_slots(run.data.class_names, start)[0], head)
-    objective = make_objective(options, run.data, head)
-    loss, accuracy = fit_head(head, frozen, objective, fabric, steps=options.head_steps, progress=run.progress)
+    loss, accuracy = fit_head(
+        head, frozen, make_objective_of(head), fabric, steps=options.head_steps, progress=run.progress
+    )
     if answers is not None:
         first = frozen.positions[: len(frozen.labels) // frozen.views].argsort()
         outputs = out_of_fold.compute_outputs(head, None, frozen, first)

@@ -12,6 +12,10 @@ mean of the class's scores, which `evaluate --attack-outside` attacks in more st
     weight * (cross-entropy of the changed image + 4 * mean over the m slots of the drop of their score)
 
 with the drop taken at the cells of the unchanged image.
+
+**Slots apart**, while the head is fitted: all slots of a class may answer to one part. The loss gains, weighted, the
+cross-entropy with the scores that the labelled class's slots have where each, the strongest first, stays more than 1.5
+cells away from those before it.
 """
 
 from __future__ import annotations
@@ -37,6 +41,8 @@ from opal_deploy.train.options import TrainOptions
 
 # the attack that `evaluate` measures, in one step
 _MARGIN = EvaluateOptions.attack_margin
+# cells that slots are kept apart
+_APART = 1.5
 # weight of the drop relative to the changed image's cross-entropy
 DROP = 4.0
 
@@ -49,12 +55,14 @@ class Terms(NamedTuple):
         kept_off: the penalty of kept-off regions, [n], 0 ... 1.
         changed: logits of images changed outside the boxes, [n, C]; None without adversarial training.
         drop: mean drop of the labelled class's scores in the changed images, [n], at least 0; likewise.
+        apart: logits with slots kept apart, [n, C]; None where they are not.
     """
 
     logits: Tensor
     kept_off: Tensor
     changed: Tensor | None = None
     drop: Tensor | None = None
+    apart: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -64,12 +72,14 @@ class Objective:
     Attributes:
         keep_off: weight of the attention in kept-off regions; None without regions.
         adversarial: weight of the loss on images changed outside the boxes; 0 without them.
+        apart: weight of the loss with slots kept apart; 0 without it.
         class_weights: float32 [C] on the device, the loss's weight per class; None weighs all images the same.
         scale: factor of the logits, see `find_logit_scale`.
     """
 
     keep_off: float | None = None
     adversarial: float = 0.0
+    apart: float = 0.0
     class_weights: Tensor | None = None
     scale: float = 1.0
 
@@ -85,6 +95,8 @@ class Objective:
         if terms.changed is not None and terms.drop is not None:
             changed = self._measure_cross_entropy(terms.changed, labels)
             objective = objective + self.adversarial * (changed + DROP * terms.drop.sum())
+        if terms.apart is not None:
+            objective = objective + self.apart * self._measure_cross_entropy(terms.apart, labels)
         return objective, cross_entropy.detach()
 
     def _measure_cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -98,7 +110,7 @@ def make_objective(options: TrainOptions, data: DataSet, head: OpalHead) -> Obje
     if options.class_weights == "balanced":
         weights = torch.tensor(balance_classes(data), device=next(head.parameters()).device)
     scale = find_logit_scale(head, options.anchor_probability)
-    return Objective(options.region_weight, options.adversarial, weights, scale)
+    return Objective(options.region_weight, options.adversarial, class_weights=weights, scale=scale)
 
 
 def balance_classes(data: DataSet) -> list[float]:
@@ -126,11 +138,15 @@ def find_logit_scale(head: OpalHead, probability: float | None) -> float:
 
 
 class HeadTerms(nn.Module):
-    """A head, whose evidence is `exact` if there are any terms, with the terms of its attention in the loss."""
+    """A head, whose evidence is `exact` if there are any terms, with the terms of its attention in the loss.
 
-    def __init__(self, head: OpalHead) -> None:
+    Attributes:
+        apart: whether the loss needs the logits with slots kept apart.
+    """
+
+    def __init__(self, head: OpalHead, *, apart: bool = False) -> None:
         super().__init__()
-        self.head = head
+        self.head, self.apart = head, apart
         self.channel_table: Tensor
         table = head.config.class_map(head.num_classes).channel_table
         self.register_buffer("channel_table", torch.from_numpy(table), persistent=False)
@@ -145,10 +161,13 @@ class HeadTerms(nn.Module):
         """
         head = self.head
         attention = head.attend(head.project(features))  # [n, K, H, W]
-        logits = head.classify(head.pool(attention))
+        scores, channels = head.pool(attention), self.channel_table[labels]
+        logits, apart = head.classify(scores), None
+        if self.apart:
+            apart = head.classify(scores.scatter(1, channels, keep_apart(attention, channels)))
         if regions is None:
-            return Terms(logits, logits.new_zeros(len(labels), dtype=torch.float32))
-        return Terms(logits, measure_kept_off(attention, self.channel_table[labels], regions))
+            return Terms(logits, logits.new_zeros(len(labels), dtype=torch.float32), apart=apart)
+        return Terms(logits, measure_kept_off(attention, channels, regions), apart=apart)
 
     def attend(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [n, C] and the attention of the labelled class's slots [n, m, H * W] for features."""
@@ -232,6 +251,26 @@ def measure_kept_off(attention: Tensor, channels: Tensor, regions: Tensor) -> Te
     height, width = attention.shape[2:]
     shares = functional.adaptive_avg_pool2d(regions[:, None], (height, width)).flatten(2)  # [n, 1, H * W]
     return (_gather(attention, channels) * shares).amax(dim=2).mean(dim=1)
+
+
+def keep_apart(attention: Tensor, channels: Tensor) -> Tensor:
+    """Return the scores [n, m] of some slots where each stays more than 1.5 cells away from the stronger ones' cells.
+
+    Args:
+        attention: float32 [n, K, H, W].
+        channels: int64 [n, m].
+    """
+    own = _gather(attention, channels)  # [n, m, H * W]
+    order = own.amax(2).argsort(1, descending=True)
+    height, width = attention.shape[2:]
+    places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).float().to(own.device)
+    near = torch.cdist(places, places) <= _APART
+    taken, scores = torch.zeros_like(own[:, 0], dtype=torch.bool), []
+    for slot in order.unbind(1):
+        score, cell = own[torch.arange(len(own)), slot].masked_fill(taken, 0.0).max(1)
+        scores.append(score)
+        taken = taken | near[cell]
+    return torch.zeros_like(own[..., 0]).scatter(1, order, torch.stack(scores, 1))
 
 
 def read_regions_channel(images: Tensor) -> Tensor | None:

@@ -145,6 +145,12 @@ class TrainOptions(Options):
     schedule: Annotated[Literal["constant", "cosine"], _tuning(
         "Learning-rate schedule. `cosine` warms up after a fitted head.",
         default="cosine (grounded), constant (paper)")] = "constant"
+    foreground: Annotated[float, _tuning(
+        "Weight of keeping the slots off the background, which is found without labels, while the head is fitted.",
+        min=0, default="2 (grounded), 0 (paper)")] = 0.0
+    apart: Annotated[float, _tuning(
+        "Weight of keeping the slots of a class on different parts while the head is fitted.", min=0,
+        default="0.5 (grounded), 0 (paper)")] = 0.0
     adversarial: Annotated[float, _tuning(
         "Weight of the loss on images attacked outside the boxes. Triples training time.", min=0, default="0")] = 0.0
     start_from: Annotated[StrPath | None, _tuning(

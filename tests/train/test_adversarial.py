@@ -1,5 +1,6 @@
 """Training against changes outside the boxes."""
 
+import pytest
 import torch
 
 from opal_deploy.artifact.cells import CellGrid
@@ -8,7 +9,7 @@ from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train.images import normalize
-from opal_deploy.train.losses import NetworkTerms, Objective, change_outside
+from opal_deploy.train.losses import NetworkTerms, Objective, change_outside, keep_apart
 
 _HEAD = HeadConfig(prototypes_per_class=2)
 _CONFIG = NetworkConfig("shufflenet_v2_x0_5", 2, (128, 128), _HEAD, stride=16)
@@ -78,3 +79,11 @@ def test_changed_images_leave_the_batch_statistics_alone():
     assert terms.changed.shape == (4, 2)
     for (name, expected), actual in zip(plain.named_buffers(), attacked.buffers(), strict=True):
         torch.testing.assert_close(actual, expected, msg=name)
+
+
+def test_slots_kept_apart_score_where_the_stronger_ones_are_not():
+    attention = torch.zeros(1, 3, 4, 4)
+    # both slots are strongest in the same corner; the weaker one's next best cells are beside it and far away
+    attention[0, 0, 0, 0], attention[0, 2, 0, 0] = 0.9, 0.8
+    attention[0, 2, 1, 1], attention[0, 2, 3, 3] = 0.6, 0.2
+    assert keep_apart(attention, torch.tensor([[0, 2]])).tolist() == [[pytest.approx(0.9), pytest.approx(0.2)]]

@@ -114,7 +114,9 @@ def test_features_that_do_not_fit_into_memory_are_of_a_part_of_the_images(square
     batches = Batches(TrainImages(squares.train, (64, 64)), 8, shuffle_seed=0)
     view_bytes = 2 * min(network.backbone.num_features, 256) * 4 * 4
     for room, images in ((100, 24), (10, 8)):
-        frozen = compute_frozen_features(network, batches, fabric, memory=room * view_bytes, progress=no_progress)
+        frozen = compute_frozen_features(
+            network, batches, fabric, memory=room * view_bytes, background=False, progress=no_progress
+        )
         assert (len(frozen.features), len(frozen.labels)) == (images, images)
 
 
