@@ -94,7 +94,7 @@ class Service:
             self._slots = PixelSlots(count, options.batch, self.metadata.input_size, shared=False)
             for session in sessions:
                 stack.enter_context(pinned(session, self._slots.pixels))
-            self._decoders = stack.enter_context(DecoderPool(options, self.metadata.input_size, slots=capacity, rows=1))
+            self._decoders = stack.enter_context(DecoderPool(options, self.metadata.form, slots=capacity, rows=1))
             for predictor in predictors:
                 stack.enter_context(SessionRunner(predictor, NO_OP_TIMER, self._take_batch))
             self._resources = stack.pop_all()

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Distance = Literal["l1", "l2", "l3", "linf", "kl", "tropical"]
-# `softmax`: PIP-Net; `distance`: ProtoPNet; see `model.linear_head`
-HeadKind = Literal["opal", "softmax", "distance"]
+# `softmax`: PIP-Net; `distance`: ProtoPNet; see `model.linear_head`; `additive`: somebody's classifier
+HeadKind = Literal["opal", "softmax", "distance", "additive"]
 # of a distance head, from a squared distance d: log((d + 1) / (d + epsilon))
 Similarity = Literal["log"]
 LARGEST = sys.float_info.max
@@ -47,6 +47,14 @@ SHORT = reprlib.Repr()
 SHORT.maxlevel, SHORT.maxtuple, SHORT.maxlist, SHORT.maxdict, SHORT.maxstring = 2, 3, 3, 3, 40
 
 
+class PackedArray(Struct):
+    """An array, see `pack_array`."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    zlib: str
+
+
 class Head(Struct):
     """The configuration of a head: OPAL's, see `model.config.HeadConfig`, or a linear one's, see `LinearHeadConfig`."""
 
@@ -56,23 +64,19 @@ class Head(Struct):
     kind: HeadKind = "opal"
     similarity: Similarity | None = None
     threshold: Number = 0.0
+    # of an additive head: [C], and what follows its logits
+    biases: PackedArray | None = None
+    activation: Literal["softmax", "sigmoid", "none"] = "none"
 
     def __post_init__(self) -> None:
         needed = {
             "opal": ("distance", "epsilon"),
             "distance": ("similarity", "epsilon"),
             "softmax": (),
+            "additive": ("biases",),
         }[self.kind]
         if missing := [name for name in needed if getattr(self, name) is None]:
             raise ValueError(f"Object missing required field `{missing[0]}`")
-
-
-class PackedArray(Struct):
-    """An array, see `pack_array`."""
-
-    dtype: str
-    shape: tuple[Count, ...]
-    zlib: str
 
 
 class ClassWeights(Struct):

@@ -30,6 +30,7 @@ from opal_deploy.artifact.documents import (
 from opal_deploy.artifact.files import CHECKPOINT_SUFFIXES, without_folders
 from opal_deploy.artifact.measurements import Calibration, EffectiveField, ReceptiveField
 from opal_deploy.artifact.patches import Patches
+from opal_deploy.artifact.preprocessing import InputForm, ResizeRule
 from opal_deploy.errors import ArtifactError, UsageError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ METADATA_KEY = "opal"
 # stands in `file_sha256` while the digest is computed
 BLANK_DIGEST = "0" * 64
 
-Evidence = Literal["exact", "map", "none"]
+Evidence = Literal["exact", "regions", "map", "none"]
 Precision = Literal["fp32", "fp16", "bf16", "int8"]
 InputKind = Literal["uint8", "float32", "image"]
 # uint8 for processors, int8 for TensorRT
@@ -99,7 +100,8 @@ class Metadata:
         prototypes_per_class: m; for a linear head, whose classes share prototypes, their number.
         head: configuration of the head: projection, cws, pooling, anchors, distance, epsilon, dropped; for a linear
             head its kind and that kind's settings (`documents.Head`).
-        evidence: `exact` (a slot's score comes from one cell), `map` (attention maps, no single cell) or `none`.
+        evidence: `exact` (a slot's score comes from one cell), `regions` (every cell has a share of the logit), `map`
+            (attention maps, no single cell) or `none`.
         backbone: torchvision's name of the backbone.
         keep_layers: whether the backbone reaches its stride with all of its layers, some of them with stride 1, instead
             of being cut.
@@ -108,7 +110,7 @@ class Metadata:
         input_kind: `uint8`: `images` is uint8 [N, H0, W0, 3], RGB, and normalisation is in the graph;
             `float32`: [N, 3, H0, W0], already normalised; `image`: as `uint8`, but of any size, resized in the graph.
         mean, std: of pixels scaled to [0, 1], per channel R, G, B.
-        resize: how an image becomes H0 x W0; `squash-bilinear`: antialiased bilinear, aspect ratio not kept.
+        resize: how an image becomes H0 x W0, see `ResizeRule`.
         crop: `boxes` where training images were cropped to annotated boxes first, else None.
         precision: precision of the graph's body; softmax, max and everything after them are always float32. `bf16`
             keeps the projection in float32 too, `int8` all but the backbone's convolutions and matrix products.
@@ -175,6 +177,8 @@ class Metadata:
         """The number of prototypes, K = C * m, or P of a linear head."""
         if self.is_opal:
             return self.num_classes * self.prototypes_per_class
+        if self.head_kind == "additive":
+            return self.num_classes * self.prototypes_per_class
         return int(self.class_weights["weights"]["shape"][1])
 
     @property
@@ -220,6 +224,10 @@ class Metadata:
         # needs numpy, which the command line does without
         from opal_deploy.artifact.class_map import ClassMap
 
+        if self.head_kind == "additive":
+            # regions of an image stand in for slots: only their number and the biases are the model's
+            map_of_regions = ClassMap.blocks(self.num_classes, self.prototypes_per_class)
+            return replace(map_of_regions, biases=unpack_array(self.head["biases"]).astype(float), unit_length=False)
         if not self.is_opal:
             try:
                 weights, biases = (unpack_array(self.class_weights[name]) for name in ("weights", "biases"))
@@ -236,6 +244,8 @@ class Metadata:
         """Return the head in a few words; `dropped` says how many slots it lacks."""
         if self.is_opal:
             return f"m = {self.prototypes_per_class}{dropped}, distance {self.distance}"
+        if self.head_kind == "additive":
+            return "its own head, each cell with its share of the logit"
         scores = "channels of a softmax" if self.head_kind == "softmax" else f"distances, {self.head['similarity']}"
         return f"{self.num_prototypes} shared prototypes{dropped} ({scores})"
 
@@ -273,6 +283,11 @@ class Metadata:
             return None
         beside = path.with_name(self.checkpoint_name)
         return str(beside) if beside.is_file() else self.checkpoint_name
+
+    @property
+    def form(self) -> InputForm:
+        """The form of the input: its size and the resize rule."""
+        return InputForm(*self.input_size, ResizeRule.parse(self.resize))
 
     @property
     def cells(self) -> CellGrid:
@@ -397,7 +412,10 @@ class Metadata:
         """Raise ArtifactError for fields that do not fit each other."""
         if self.is_opal and self.schema != SCHEMA:
             raise ArtifactError(f"metadata schema {self.schema!r} found with OPAL's head, {SCHEMA} expected")
-        if not self.is_opal:
+        if self.head_kind == "additive":
+            if self.schema != LINEAR_SCHEMA or self.head["biases"]["shape"] != [self.num_classes]:
+                raise ArtifactError("a head of kind additive needs schema 2 and a bias per class")
+        elif not self.is_opal:
             shapes = [self.class_weights.get(name, {}).get("shape", ()) for name in ("weights", "biases")]
             if (
                 self.schema != LINEAR_SCHEMA
@@ -407,6 +425,10 @@ class Metadata:
                 raise ArtifactError(f"a head of kind {self.head_kind} needs schema {LINEAR_SCHEMA} and class_weights")
             if (shapes[0][0], shapes[1][0]) != (self.num_classes, self.num_classes):
                 raise ArtifactError(f"class_weights are of {shapes[0][0]} classes, the model of {self.num_classes}")
+        try:
+            ResizeRule.parse(self.resize)
+        except ValueError as error:
+            raise ArtifactError(str(error)) from None
         listed = [name for name in TOP_OUTPUTS if name in self.outputs]
         if len(listed) != (0 if self.top_k is None else len(TOP_OUTPUTS)) or not (listed or "logits" in self.outputs):
             raise ArtifactError(f"outputs {', '.join(self.outputs)} are not those of a model with top_k {self.top_k!r}")

@@ -16,6 +16,7 @@ from typing import get_args
 
 import numpy as np
 
+from opal_deploy.artifact.preprocessing import InputForm
 from opal_deploy.bench import timing
 from opal_deploy.bench.measurement import Figure, Measurement
 from opal_deploy.bench.models import TimedModel
@@ -51,7 +52,7 @@ def measure_pipeline(
     Raises UsageError for fewer usable images than a batch.
     """
     session, workers = model.session, options.workers or default_workers()
-    decoded = decode_images(items, session.metadata.input_size, options.batch)
+    decoded = decode_images(items, session.metadata.form, options.batch)
     batches = np.split(decoded, len(decoded) // options.batch)
     names = [INFER, EXPLAIN] if options.explain and session.metadata.evidence != "none" else [INFER]
     passes: dict[str, list[Summary]] = {name: [] for name in names}
@@ -110,9 +111,9 @@ def _count(summary: Summary) -> int:
     return summary.total - summary.statuses["error"]
 
 
-def decode_images(items: list[InputImage], input_size: tuple[int, int], batch: int) -> ImageBatch:
+def decode_images(items: list[InputImage], form: InputForm, batch: int) -> ImageBatch:
     """Decode usable images to uint8 [N, H0, W0, 3] in whole batches, at most about 1,000; UsageError without one."""
-    prepared = (prepare(request, input_size, InferenceOptions()) for request in items)
+    prepared = (prepare(request, form, InferenceOptions()) for request in items)
     usable = (entry.pixels for entry in prepared if entry.pixels is not None)
     pixels = list(itertools.islice(usable, max(_DECODED_IMAGES // batch, 1) * batch))
     if len(pixels) < batch:

@@ -215,7 +215,7 @@ def measure_interventions(
 def _prepare(creatures: Sequence[Creature], metadata: Metadata) -> tuple[Pixels, Geometry]:
     """Return drawn images as the model sees them, uint8 [n, H0, W0, 3], and how all of them got there."""
     images = [InputImage(None, creature.image) for creature in creatures]
-    ready = [prepare(image, metadata.input_size, InferenceOptions()) for image in images]
+    ready = [prepare(image, metadata.form, InferenceOptions()) for image in images]
     geometry = ready[0].geometry
     assert geometry is not None  # drawn images are readable
     return np.stack([image.pixels for image in ready if image.pixels is not None]), geometry

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact.heads import find_values
 from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.artifact.preprocessing import InputForm
 from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
@@ -47,7 +48,7 @@ class Photographs(Generic[T]):
 def photographs(
     run: Callable[[ImageBatch], T],
     samples: Sequence[Sample],
-    size: tuple[int, int],
+    size: tuple[int, int] | InputForm,
     *,
     chosen: Sequence[int] | None = None,
     annotations: Annotations | None = None,
@@ -59,7 +60,7 @@ def photographs(
     """Yield samples in batches, prepared as in inference, with their annotations and the outputs of `run`.
 
     Args:
-        run: a function of pixels, uint8 [n, H0, W0, 3], where `size` is (H0, W0).
+        run: a function of pixels, uint8 [n, H0, W0, 3], where `size` is (H0, W0), or has a resize rule too.
         chosen: indices of the samples to take; None takes all.
         annotations: of all samples.
         boxes: crop images to the samples' boxes.
@@ -69,10 +70,12 @@ def photographs(
         UsageError: an image cannot be used.
     """
 
+    form = size if isinstance(size, InputForm) else InputForm(*size)
+
     def load(index: int) -> tuple[Pixels, Geometry]:
         sample = samples[index]
         image = InputImage(str(sample.path), sample.path, sample.box if boxes else None)
-        ready = prepare(image, size, InferenceOptions())
+        ready = prepare(image, form, InferenceOptions())
         if ready.pixels is None or ready.geometry is None:
             raise UsageError(f"{image.name}: {ready.error or 'unusable'}; remove it from the data set")
         return ready.pixels, ready.geometry
@@ -138,7 +141,7 @@ def evaluate_session(
     collected: list[Outputs] = []
     geometries: list[Geometry] = []
     hits = []
-    for images in photographs(run, samples, metadata.input_size, boxes=boxes, batch=batch, progress=progress):
+    for images in photographs(run, samples, metadata.form, boxes=boxes, batch=batch, progress=progress):
         finite = np.isfinite(images.outputs.logits).all(axis=1)
         if not finite.all():
             # argmax and means would hide it

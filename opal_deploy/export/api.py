@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.files import model_kind
+from opal_deploy.artifact.metadata import METADATA_KEY
 from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.export.options import (
     CheckpointOptions,
@@ -105,7 +108,7 @@ def run_export(source: StrPath, options: ExportOptions) -> ExportResult:
     as_is = (kind == "onnx" and destination is not None and options.precision is None) or (
         kind == "engine" and isinstance(destination, Repository)
     )
-    check_options(path, kind, options, as_is=as_is)
+    check_options(path, kind, options, as_is=as_is, is_classifier=kind == "onnx" and is_classifier(path))
     if destination is not None:
         destination.check()
     if as_is:
@@ -133,10 +136,21 @@ def _open_destination(options: ExportOptions) -> Repository | Site | None:
     )  # fmt: skip
 
 
+def is_classifier(path: Path) -> bool:
+    """Return whether an ONNX file was exported by somebody else."""
+    with suppress(ArtifactError):
+        return METADATA_KEY not in onnx_file.read_header(path).properties
+    return False
+
+
 def _export(path: Path, kind: str | None, options: ExportOptions) -> ExportResult:
     # nothing of torch where no checkpoint has to be read
     require("onnx", "trt-rtx" if options.trt and kind == "onnx" else "export", "export")
     require("onnxruntime", "cpu", "export, to verify what it writes,")
+    if kind == "onnx" and is_classifier(path):
+        from opal_deploy.export.classifier import export_classifier
+
+        return export_classifier(path, options)
     from opal_deploy.export.exporter import export
     from opal_deploy.export.onnx_source import OnnxSource
 

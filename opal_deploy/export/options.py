@@ -80,6 +80,14 @@ class CheckpointOptions(Options):
     classes: Annotated[
         StrPath | None, Option("File of class names, one per line.", default="those in the source", cli=Path)
     ] = None
+    preprocess: Annotated[
+        str | None,
+        Option(
+            "How photographs become the input of somebody's classifier: torchvision, timm, ultralytics, stretch, "
+            "keras-torch, keras-tf, raw, or a JSON file of timm or Hugging Face.",
+            default="as the file says",
+        ),
+    ] = None
     distance: Annotated[
         Distance | None,
         Option("Distance to the anchors.", default="l2", panel=_AUTHORS),

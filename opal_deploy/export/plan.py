@@ -134,10 +134,12 @@ DESTINATIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-def check_options(path: Path, kind: str | None, options: ExportOptions, *, as_is: bool) -> None:
+def check_options(
+    path: Path, kind: str | None, options: ExportOptions, *, as_is: bool, is_classifier: bool = False
+) -> None:
     """Raise UsageError for options that do not fit together or the kind of the file; the file is not read.
 
-    With `as_is` an exported file is copied or served without any change.
+    With `as_is` an exported file is copied or served without any change; a classifier was exported by somebody else.
     """
     chosen = [name for name in DESTINATIONS if getattr(options, name) not in (None, False)]
     if len(chosen) > 1:
@@ -166,7 +168,7 @@ def check_options(path: Path, kind: str | None, options: ExportOptions, *, as_is
         raise UsageError("--web: browsers run fp32 files with uint8 input and all outputs; leave out other settings")
     if options.arch is not None and (opal := options.changed(names=("distance", "pooling", "cws"))):
         raise UsageError(f"{opal}: of OPAL's head, but --arch names another; leave it out")
-    if kind == "onnx" and (changed := options.changed(CheckpointOptions)):
+    if kind == "onnx" and not is_classifier and (changed := options.changed(CheckpointOptions)):
         raise UsageError(f"{path}: {changed}: fixed in an ONNX file")
 
 

@@ -21,6 +21,7 @@ from typing import Self, cast
 import numpy as np
 from PIL import Image
 
+from opal_deploy.artifact.preprocessing import InputForm
 from opal_deploy.errors import ImageError
 from opal_deploy.predict.prepare import InferenceOptions, Pixels, Prepared, prepare, raise_pillow_limit, read_remote
 from opal_deploy.sources.image import InputImage
@@ -128,7 +129,7 @@ class DecoderPool:
     def __init__(
         self,
         options: InferenceOptions,
-        input_size: tuple[int, int],
+        form: InputForm,
         timer: StageTimer = NO_OP_TIMER,
         *,
         slots: int,
@@ -138,7 +139,7 @@ class DecoderPool:
 
         Args:
             options: how images are decoded.
-            input_size: (H0, W0) of the model.
+            form: of the model's input.
             timer: receives the times of the stages, under the role `decoders`.
             slots, rows: maximum batches between `submit` and their release, and maximum images per batch.
 
@@ -146,9 +147,9 @@ class DecoderPool:
             MemoryError: the slots do not fit into memory. StoppedEarly: memory cannot be shared with processes.
         """
         # no worker needs the names
-        self._options, self._input_size = replace(options, slot_names=None), input_size
+        self._options, self._form = replace(options, slot_names=None), form
         self._timer = timer
-        self._slots = PixelSlots(slots, rows, input_size, shared=options.isolate)
+        self._slots = PixelSlots(slots, rows, form.size, shared=options.isolate)
         # a whole image is large: it is drawn and dropped before the next one arrives
         self._group = 1 if options.keep_images else group_size(rows, options.workers)
         self._threads = ThreadPoolExecutor(
@@ -195,7 +196,7 @@ class DecoderPool:
             raise CancelledError
         isolated = {} if self.processes is None else {row: im for row, im in images.items() if _has_decoder(im)}
         others = {row: image for row, image in images.items() if row not in isolated}
-        prepared = _prepare_rows(self._timer, others, self._input_size, self._options, self.pixels[slot])
+        prepared = _prepare_rows(self._timer, others, self._form, self._options, self.pixels[slot])
         if self.processes is not None and isolated:
             prepared |= self._prepare_isolated(isolated, slot, self.processes)
         return [replace(prepared[row], input=_drop_bytes(image)) for row, image in images.items()]
@@ -208,7 +209,7 @@ class DecoderPool:
         sent = {row: InputImage(None, image.source, image.crop) for row, image in images.items()}
         try:
             return processes.call_timed(
-                self._timer, _prepare_in_process, sent, self._input_size, self._options,
+                self._timer, _prepare_in_process, sent, self._form, self._options,
                 cast(int, self._slots.descriptor), self.pixels.shape, slot,
             )  # fmt: skip
         except (WorkerCrashed, WorkerTimeout) as failure:
@@ -229,13 +230,13 @@ class DecoderPool:
 def _prepare_rows(
     timer: StageTimer,
     images: dict[int, InputImage],
-    input_size: tuple[int, int],
+    form: InputForm,
     options: InferenceOptions,
     pixels: Pixels,
 ) -> dict[int, Prepared]:
     """Prepare images into the rows of `pixels` that are their keys."""
     return {
-        row: prepare(image, input_size, options, timer, pixels[row])
+        row: prepare(image, form, options, timer, pixels[row])
         for row, image in zip(images, read_remote(list(images.values())), strict=True)
     }
 
@@ -243,7 +244,7 @@ def _prepare_rows(
 def _prepare_in_process(
     timer: StageTimer,
     images: dict[int, InputImage],
-    input_size: tuple[int, int],
+    form: InputForm,
     options: InferenceOptions,
     descriptor: int,
     shape: tuple[int, ...],
@@ -251,7 +252,7 @@ def _prepare_in_process(
 ) -> dict[int, Prepared]:
     """Prepare images in a worker process, which answers with neither their sources nor their pixels."""
     raise_pillow_limit(options.max_pixels)
-    prepared = _prepare_rows(timer, images, input_size, options, _map_slots_once(descriptor, shape)[slot])
+    prepared = _prepare_rows(timer, images, form, options, _map_slots_once(descriptor, shape)[slot])
     return {row: replace(result, input=_UNNAMED) for row, result in prepared.items()}
 
 

@@ -62,7 +62,7 @@ def open_decoders(
     # batches that are decoded, wait, or are predicted, and the one whose results are built
     slots, rows = ahead + 1 + in_flight + 1 + 1, 1 if options.one_at_a_time else options.batch
     try:
-        return DecoderPool(options, sessions[0].metadata.input_size, timer, slots=slots, rows=rows)
+        return DecoderPool(options, sessions[0].metadata.form, timer, slots=slots, rows=rows)
     except MemoryError as error:
         raise OutOfMemory(f"batches of {options.batch} images: {error}; use a smaller --batch") from None
 
@@ -247,7 +247,11 @@ class BatchPredictor:
                 if error is not None:
                     results.append(Result(self._build_error(prepared, error), prepared))
                     continue
-                kept = outputs.rows(row, row + 1) if outputs is not None and options.keep_outputs else None
+                # a drawing shows shares
+                wanted = options.keep_outputs or (
+                    options.keep_images and outputs is not None and outputs.shares is not None
+                )
+                kept = outputs.rows(row, row + 1) if outputs is not None and wanted else None
                 results.append(Result(next(records), prepared, kept))
         return results
 

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from opal_deploy.artifact.preprocessing import InputForm
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.preprocess.decode import (
     MAX_PIXELS,
@@ -36,7 +37,7 @@ from opal_deploy.preprocess.decode import (
     open_file,
 )
 from opal_deploy.preprocess.geometry import Geometry, compute_geometry
-from opal_deploy.preprocess.resize import to_display, to_input
+from opal_deploy.preprocess.resize import fit_input, to_display
 from opal_deploy.records.decision import NO_DECISION, Decision
 from opal_deploy.remote import RemoteFile, parse_source
 from opal_deploy.sources.image import InputImage
@@ -151,7 +152,7 @@ def raise_pillow_limit(max_pixels: int) -> None:
 
 def prepare(
     request: InputImage,
-    input_size: tuple[int, int],
+    form: InputForm,
     options: InferenceOptions,
     timer: StageTimer = NO_OP_TIMER,
     out: Pixels | None = None,
@@ -160,7 +161,7 @@ def prepare(
 
     Args:
         request: the image.
-        input_size: (H0, W0) of the model.
+        form: of the model's input.
         options: `max_pixels`, `decode` and `keep_images` are read.
         timer: receives the times of the stages `read`, `decode` and `resize`.
         out: uint8 [H0, W0, 3] for the pixels, instead of `Prepared.pixels`.
@@ -175,15 +176,17 @@ def prepare(
             return Prepared(request, error=request.error, image_sha256=digest)
         with timer.stage("decode"):
             if request.crop is None:
+                least = form.size if not form.rule.short else (form.rule.short,) * 2
                 image, geometry = decode_for_input(
-                    source, input_size, max_pixels=options.max_pixels, decoding=options.decode
+                    source, least, max_pixels=options.max_pixels, decoding=options.decode
                 )
             else:
                 # a crop needs the pixels that scaled decoding would leave out
                 image = decode(source, max_pixels=options.max_pixels)
                 geometry = compute_geometry(image, request.crop)
         with timer.stage("resize"):
-            pixels = to_input(image, geometry, input_size, options.decode)
+            whole = image.size == (geometry.width, geometry.height)
+            pixels, geometry = fit_input(image, geometry, form, options.decode)
             if out is not None:
                 out[:] = pixels
     except ImageError as error:
@@ -196,7 +199,7 @@ def prepare(
     kept = None
     if options.keep_images:
         with timer.stage("resize"), contextlib.suppress(ImageError, MemoryError):
-            if image.size != (geometry.width, geometry.height):
+            if not whole:
                 # it was decoded at a fraction of its size, enough for the model but not for a person
                 image = decode(source, max_pixels=options.max_pixels)
             kept = to_display(image)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from opal_deploy.artifact.preprocessing import InputForm, ResizeRule
 from opal_deploy.preprocess.decode import Decoding
 from opal_deploy.preprocess.geometry import Geometry
 
@@ -43,16 +45,41 @@ def to_input(
         decoding: with `exact`, Pillow resizes; otherwise a faster library may.
     """
     height, width = input_size
-    region = image
-    if geometry.crop != (0, 0, geometry.width, geometry.height):
-        region = image.crop(geometry.crop)
-    if max(region.size) > _MAX_SIDE:
-        region = region.reduce((-(-region.width // _MAX_SIDE), -(-region.height // _MAX_SIDE)))
+    region = _cut(image, geometry)
     if decoding is not Decoding.exact:
         resized = _resize_faster(region, (width, height))
         if resized is not None:
             return resized
     return np.asarray(region.resize((width, height), Image.Resampling.BILINEAR))
+
+
+def fit_input(
+    image: Image.Image, geometry: Geometry, form: InputForm, decoding: Decoding = Decoding.default
+) -> tuple[NDArray[np.uint8], Geometry]:
+    """Return the input of `to_input` by any resize rule, and the part of the image that it shows, in whole pixels."""
+    if form.rule == ResizeRule():
+        return to_input(image, geometry, form.size, decoding), geometry
+    x0, y0, x1, y1 = geometry.crop
+    (width, height), (left, top) = form.rule.fit((x1 - x0, y1 - y0), form.size)
+    # Pillow's filters have the names of the rule's
+    resized = _cut(image, geometry).resize((width, height), Image.Resampling[form.rule.filter.upper()])
+    right, bottom = left + form.width, top + form.height
+    across, down = (x1 - x0) / width, (y1 - y0) / height
+    shown = (
+        max(x0, round(x0 + left * across)), max(y0, round(y0 + top * down)),
+        min(x1, round(x0 + right * across)), min(y1, round(y0 + bottom * down)),
+    )  # fmt: skip
+    return np.asarray(resized.crop((left, top, right, bottom))), replace(geometry, crop=shown)
+
+
+def _cut(image: Image.Image, geometry: Geometry) -> Image.Image:
+    """Return the crop of an image, with whole pixels averaged where a side is too long for a filter."""
+    region = image
+    if geometry.crop != (0, 0, geometry.width, geometry.height):
+        region = image.crop(geometry.crop)
+    if max(region.size) > _MAX_SIDE:
+        region = region.reduce((-(-region.width // _MAX_SIDE), -(-region.height // _MAX_SIDE)))
+    return region
 
 
 def _resize_faster(image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8] | None:

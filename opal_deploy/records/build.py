@@ -23,6 +23,7 @@ from opal_deploy.records.decision import NO_DECISION, Decision
 from opal_deploy.records.evidence import SlotEvidence, TopClasses, find_evidence, find_top_classes
 from opal_deploy.records.names import SlotNames
 from opal_deploy.records.record import RECORD_SCHEMA, Answer, Answered, Failed, Problem, Slot
+from opal_deploy.records.regions import find_regions
 
 
 class Digests(NamedTuple):
@@ -87,6 +88,11 @@ def build_records(
         geometries = [image.geometry for image in images]
         evidence = find_evidence(outputs, best.class_ids[:, 0], geometries, metadata, best.norms)
         all_slots = _build_slots(evidence, metadata, slot_names or {})
+    elif metadata.evidence == "regions":
+        all_slots = (
+            _build_regions(int(class_id), image.geometry, outputs.rows(row, row + 1), metadata)
+            for row, (class_id, image) in enumerate(zip(best.class_ids[:, 0], images, strict=False))
+        )
     columns = {name: array.tolist() for name, array in outputs.per_image().items()}
     totals = None if metadata.is_opal or best.totals is None else best.totals[:, 0]
     margins = None if best.totals is None else find_margins(best.totals)
@@ -116,6 +122,8 @@ def class_evidence(
     Raises:
         ValueError: the model's evidence is not `exact`, or it does not list this class.
     """
+    if metadata.evidence == "regions":
+        return _build_regions(class_id, geometry, outputs, metadata)
     return next(_build_slots(find_evidence(outputs, np.array([class_id]), [geometry], metadata), metadata, names or {}))
 
 
@@ -146,6 +154,26 @@ def _build_answers(best: TopClasses, metadata: Metadata) -> Iterator[tuple[Answe
                 for number, logit, cosine, probability in zip(*answers, strict=False)
             ]
         )
+
+
+def _build_regions(class_id: int, geometry: Geometry, outputs: Outputs, metadata: Metadata) -> tuple[Slot, ...]:
+    """Return the regions that speak for one of the two classes whose shares one image's outputs hold."""
+    assert outputs.shares is not None
+    assert outputs.share_classes is not None
+    place = outputs.share_classes[0].tolist().index(class_id)
+    regions = find_regions(outputs.shares[0, place])
+    corners = np.array([(region.first, region.last) for region in regions])  # [n, 2, 2]
+    boxes = metadata.cells.boxes(
+        [geometry.crop], corners[None, ..., 0].reshape(1, -1), corners[None, ..., 1].reshape(1, -1)
+    )
+    edges = boxes[0].reshape(-1, 2, 4)  # of the first and the last cell of each region
+    return tuple(
+        Slot(
+            slot=number, channel=class_id * metadata.prototypes_per_class + number, cell=region.cell,
+            score=region.share, contribution=region.total, box=(*first[:2].tolist(), *last[2:].tolist()),
+        )
+        for number, (region, (first, last)) in enumerate(zip(regions, edges, strict=True))
+    )  # fmt: skip
 
 
 def _build_slots(evidence: SlotEvidence, metadata: Metadata, names: SlotNames) -> Iterator[tuple[Slot, ...]]:

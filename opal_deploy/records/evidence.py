@@ -73,6 +73,8 @@ def find_top_classes(outputs: Outputs, metadata: Metadata, k: int) -> TopClasses
         logits = np.take_along_axis(outputs.logits, class_ids, axis=1)
         if (temperature := metadata.temperature) is not None:
             probabilities = compute_probabilities(outputs.logits, class_ids, temperature)
+        if metadata.evidence == "regions":
+            return TopClasses(class_ids, logits.astype(np.float64), logits.astype(np.float64), None, probabilities)
         if outputs.scores is None:
             return TopClasses(class_ids, logits.astype(np.float64), probabilities=probabilities)
         scores = metadata.class_map.take(outputs.scores, class_ids)

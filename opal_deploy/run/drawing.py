@@ -32,7 +32,7 @@ from opal_deploy.records.run_files import OVERLAYS, REPORT, overlay_name, remove
 from opal_deploy.remote import redact
 from opal_deploy.timing import StageTimer
 from opal_deploy.visualization.drawing import Drawing
-from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg, show_photograph
+from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg, paint_shares, show_photograph
 from opal_deploy.visualization.report import (
     EMBED_LIMIT,
     ReportOptions,
@@ -97,9 +97,11 @@ class SheetBuilder:
             answer = record.top[1]
             runner_up = answer, class_evidence(answer.class_id, geometry, outputs, self.metadata, self.names)
             document["runner_up_evidence"] = to_builtins(runner_up[1])
-        return Sheet(
-            record, document, draw_sheet(get_image(prepared), record, runner_up, self.metadata, geometry.crop)
+        drawing = draw_sheet(
+            paint_evidence(result), record, runner_up, self.metadata, geometry.crop,
+            paint_evidence(result, 1) if outputs.shares is not None and runner_up else None,
         )  # fmt: skip
+        return Sheet(record, document, drawing)
 
 
 def get_image(prepared: Prepared) -> Image.Image:
@@ -107,6 +109,17 @@ def get_image(prepared: Prepared) -> Image.Image:
     if prepared.image is None:
         raise ImageError("drawing_failed", "there was not enough memory to keep its image")
     return prepared.image
+
+
+def paint_evidence(result: Result, place: int = 0) -> Image.Image:
+    """Return the image to draw on; of an additive head, tinted by the shares of the answer, or of the runner-up."""
+    image, outputs, geometry = get_image(result.prepared), result.outputs, result.prepared.geometry
+    if outputs is None or outputs.shares is None or geometry is None:
+        return image
+    across, down = image.width / geometry.width, image.height / geometry.height
+    x0, y0, x1, y1 = geometry.crop
+    crop = round(x0 * across), round(y0 * down), round(x1 * across), round(y1 * down)
+    return paint_shares(image, outputs.shares[0, place], crop)
 
 
 def check_exact_evidence(metadata: Metadata, model: str) -> None:
@@ -199,7 +212,7 @@ def _draw(timer: StageTimer, result: Result, with_thumbnail: bool) -> Drawings:
     overlay = thumbnail = None
     try:
         with timer.stage("draw"):
-            image, record = get_image(result.prepared), cast(Answered, result.record)
+            image, record = paint_evidence(result), cast(Answered, result.record)
             overlay = encode_jpeg(draw_overlay(image, record))
             if with_thumbnail:
                 thumbnail = make_thumbnail(show_photograph(image, record), record)

@@ -64,7 +64,7 @@ class TritonPythonModel:
         self._batch, self._verified = options.batch, False
         self._predictor = BatchPredictor(self, options)
         # its processes start with the first images
-        self._decoders = DecoderPool(options, self.metadata.input_size, slots=1, rows=options.batch)
+        self._decoders = DecoderPool(options, self.metadata.form, slots=1, rows=options.batch)
 
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`; raise StoppedEarly if the tensor model is not loaded, or failed."""

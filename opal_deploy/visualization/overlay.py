@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from opal_deploy.preprocess.geometry import Box
@@ -45,6 +47,8 @@ _MIN_SIDE, _ENLARGED_SIDE, _MAX_SIDE = 160, 256, 1600
 _PAGE_LETTERS = 1 / 38
 # longest side of a JPEG
 _MAX_JPEG_SIDE = 65_500
+# opacity and colours of the strongest cell's tint
+_TINT, _FOR, _AGAINST = 0.55, (222, 45, 38), (49, 100, 210)
 # smallest width of the caption in font sizes
 _MIN_WIDTH_EM = 22
 
@@ -148,6 +152,26 @@ def draw_overlay(image: Image.Image, record: Record) -> Image.Image:
     canvas.paste(photograph, (0, 0))
     caption.draw(ImageDraw.Draw(canvas), height)
     return canvas
+
+
+def paint_shares(image: Image.Image, shares: NDArray[np.floating], crop: tuple[int, int, int, int]) -> Image.Image:
+    """Return a photograph with each cell tinted by its share of the logit: red speaks for the class, blue against it.
+
+    Cells are drawn as they are, since a smoothed map would not add up to the logit. The strongest cell is half opaque.
+
+    Args:
+        image: RGB, the whole image of the size that `crop` refers to, or its `to_display`.
+        shares: [H, W].
+        crop: what the model saw, see `Geometry`; here in pixels of `image`.
+    """
+    strongest = max(float(np.abs(shares).max()), 1e-12)
+    size = (max(1, crop[2] - crop[0]), max(1, crop[3] - crop[1]))
+    opacity = np.rint(_TINT * 255 * np.abs(shares) / strongest).astype(np.uint8)
+    mask = Image.fromarray(opacity).resize(size, Image.Resampling.NEAREST)
+    colors = np.where((shares > 0)[..., None], _FOR, _AGAINST).astype(np.uint8)
+    painted = image.convert("RGB").copy()
+    painted.paste(Image.fromarray(colors).resize(size, Image.Resampling.NEAREST), crop[:2], mask)
+    return painted
 
 
 def show_photograph(image: Image.Image, record: Answered) -> Image.Image:

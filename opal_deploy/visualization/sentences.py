@@ -68,7 +68,9 @@ def describe_answer(record: Answered) -> list[str]:
     if record.rest is not None:
         parts = math.fsum(_part(slot) for slot in record.evidence)
         values = [format_number(value) for value in (parts, record.prediction.logit, record.rest, record.bias)]
-        sentences.append("The slots listed add {} to the logit {}, all others {}, the class's bias {}.".format(*values))
+        sentences.append(
+            "The parts listed add {} to the logit {}, everything else {}, the class's bias {}.".format(*values)
+        )
     if record.margin is not None and len(record.top) > 1:
         runner_up, margin = record.top[1].label, record.margin
         # logits have no common scale

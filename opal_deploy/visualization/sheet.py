@@ -66,6 +66,7 @@ def draw_sheet(
     runner_up: tuple[Answer, Sequence[Slot]] | None,
     metadata: Metadata,
     crop: tuple[int, int, int, int] | None = None,
+    other: Image.Image | None = None,
 ) -> Drawing:
     """Return the sheet of one image.
 
@@ -75,6 +76,7 @@ def draw_sheet(
         runner_up: the second class and its slots; None for a model with one class.
         metadata: the model's; its patches are shown where it has any.
         crop: what the model saw, see `Geometry`; None for the whole image.
+        other: the photograph to show the runner-up's boxes on; None: the same.
 
     Raises:
         ValueError: the photograph has another size than the record says.
@@ -84,6 +86,7 @@ def draw_sheet(
     sheet.add_answer()
     sheet.add_evidence()
     if runner_up is not None:
+        sheet.photograph = other or photograph
         sheet.add_runner_up(*runner_up)
     return sheet.finish()
 
@@ -118,6 +121,8 @@ class _Sheet:
     def finish(self) -> Drawing:
         """Return the sheet."""
         note = "A box is where a slot's score was read; the patches show it with what lies around it."
+        if self.metadata.evidence == "regions":
+            note = "Red cells speak for the class, blue ones against it; a box holds neighbouring strong cells."
         self._lines(note, _SMALL, FAINT)
         self.drawing.height = self.y + _MARGIN - 8
         return self.drawing

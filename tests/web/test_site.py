@@ -138,7 +138,7 @@ class TestPage:
         for name in ("margin", "rest", "bias"):
             assert record[name] == pytest.approx(expected[name], abs=1e-5), name
         assert record["prediction"]["cosine"] is None
-        expect(page.locator("#figures")).to_contain_text("The slots listed add")
+        expect(page.locator("#figures")).to_contain_text("The parts listed add")
         strongest = record["evidence"][0]["channel"]
         page.locator(f'[data-switch="{strongest}"]').first.click()
         expect(page.locator("#command")).to_contain_text(f"--drop {strongest}")

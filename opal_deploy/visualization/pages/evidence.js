@@ -98,7 +98,7 @@ const evidence = (() => {
     const shared = record.rest !== undefined && record.rest !== null;
     if (shared) {
       const values = [sum(record.evidence), record.prediction.logit, record.rest, record.bias].map(number);
-      sentences.push(`The slots listed add ${values[0]} to the logit ${values[1]}, all others ${values[2]}, the class's bias ${values[3]}.`);
+      sentences.push(`The parts listed add ${values[0]} to the logit ${values[1]}, everything else ${values[2]}, the class's bias ${values[3]}.`);
     }
     if (margin !== null && top.length > 1) {
       const start = margin < WORDS.close && !shared ? "Close call: the" : "The", runnerUp = top[1].label;

@@ -1,0 +1,327 @@
+"""Somebody's classifier, exported by other tools: explained as it is, with its predictions unchanged.
+
+The file is checked before anything runs, its end is found (`classifier_tail`), and it gets the outputs `share_classes`
+and `shares` and our metadata. The gate compares it with the original on the same images: the same logits, and shares
+that add up to them with the bias.
+"""
+
+from __future__ import annotations
+
+import ast
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import onnxruntime
+from numpy.typing import NDArray
+from onnx import TensorProto
+
+from opal_deploy._version import __version__
+from opal_deploy.artifact import onnx_file, test_vectors
+from opal_deploy.artifact.documents import pack_array
+from opal_deploy.artifact.files import atomic_write, compute_sha256
+from opal_deploy.artifact.metadata import LINEAR_SCHEMA, Metadata
+from opal_deploy.artifact.outputs import INPUT, Outputs
+from opal_deploy.artifact.preprocessing import PRESETS, Preprocessing, ResizeRule, read_preprocessing
+from opal_deploy.artifact.test_vectors import Reference
+from opal_deploy.errors import ArtifactError, UsageError, VerificationError, first_line
+from opal_deploy.export.classifier_tail import LISTED, Tail, add_shares, check_graph, find_tail, set_input
+from opal_deploy.export.options import ExportOptions
+from opal_deploy.export.plan import ExportedOnnx, ExportResult
+from opal_deploy.preprocess.resize import normalise
+from opal_deploy.records.regions import MOST_REGIONS
+from opal_deploy.runtime.onnx_session import CPU, OnnxSession
+from opal_deploy.runtime.verification import verify_test_vectors
+from opal_deploy.synthetic import example_images
+from opal_deploy.synthetic.dataset import test_vector_images
+
+# of a logit's size: how far runtimes may fuse differently, and how far shares and bias may be off
+_SAME, _ADDS_UP = 1e-6, 1e-5
+_IMAGES = 16
+# a file whose tensors are larger than any classifier's is not opened
+_MAX_SIDE = 4096
+
+
+class _Input(NamedTuple):
+    """A classifier's own input: name, (H0, W0), whether channels are last, the element type, and a fixed batch."""
+
+    name: str
+    size: tuple[int, int]
+    channels_last: bool
+    kind: int
+    batch: int | None
+
+
+def export_classifier(
+    path: Path, options: ExportOptions, name: str = "", known: dict[str, Any] | None = None
+) -> ExportResult:
+    """Write a classifier's ONNX file with the shares of its cells; see `opal-deploy export`.
+
+    Args:
+        name: of the source, where `path` is only its ONNX file.
+        known: `class_names` and `preprocessing`, where the source tells them.
+
+    Raises:
+        ArtifactError: not an ONNX file, or damaged.
+        UsageError: its cells have no exact share, or classes or preprocessing are not known.
+        VerificationError: it does not answer as the original.
+    """
+    known, name = known or {}, name or path.name
+    model = _load(path)
+    check_graph(model, name)
+    tail = find_tail(model, name)
+    preprocessing = _find_preprocessing(model, options, known, name)
+    own = _read_input(model, preprocessing, options, name)
+    names = _name_classes(model, options, known, len(tail.weights), name)
+    rule = preprocessing.rule or ResizeRule("shortest_edge", "bilinear", min(own.size))
+    session = _open(_expose(model, tail.logits), options, name)
+    grid = _measure_grid(model, tail, own, options, name)
+    changed = _make_dynamic(model, own)
+    set_input(changed, own.size, channels_last=own.channels_last, kind=own.kind)
+    changed = add_shares(changed, tail, grid)
+    metadata = Metadata(
+        tuple(names), MOST_REGIONS,
+        {"kind": "additive", "biases": pack_array(tail.biases.astype(np.float32)), "activation": tail.activation},
+        "regions", Path(name).stem, grid, own.size, "float32", preprocessing.mean, preprocessing.std, str(rule),
+        options.crop, source={"file": name, "sha256": compute_sha256(path), "format": "classifier"},
+        exporter={"opal_deploy": __version__, "onnx": onnx.__version__, "onnxruntime": onnxruntime.__version__},
+        outputs=("logits", "share_classes", "shares")[: 3 if LISTED else 1], schema=LINEAR_SCHEMA,
+    )  # fmt: skip
+    vectors = test_vector_images(*own.size)
+    logits = _run_original(session, own, normalise(vectors, metadata.mean, metadata.std), tail)
+    metadata = replace(metadata, test_vectors=test_vectors.pack(Reference(vectors, Outputs(logits))))
+    out = path.with_name(f"{Path(name).stem}.opal.onnx") if options.out is None else Path(options.out)
+    if out.resolve() == path.resolve():
+        raise UsageError(f"--out {out}: is the classifier itself, which stays as it is; give another file")
+    with atomic_write(out, replace=options.overwrite) as temporary:
+        metadata = replace(metadata, verification=_verify(changed, metadata, session, own, tail, options, name))
+        onnx_file.write_model(changed, metadata, temporary)
+        digest = onnx_file.embed_digest(temporary)
+        verify_test_vectors(OnnxSession(temporary, device="cpu", threads=options.threads), name)
+    report = metadata.verification
+    options.log(
+        f"Compared with {name} on {report['images']} images: logits {report['logits']}; the cells' shares and the bias "
+        f"add up to the logit within {report['sum_error']:.1g} of {report['largest_logit']:.3g}"
+    )
+    return ExportResult(path, [ExportedOnnx(out, replace(metadata, file_sha256=digest), None)], [])
+
+
+def _load(path: Path) -> onnx.ModelProto:
+    """Return a model with its weights; raise ArtifactError for weights outside the file's own folder."""
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except Exception as error:  # protobuf's parser exports no base class of its errors
+        raise ArtifactError(
+            f"{path}: not an ONNX file, or a damaged one ({first_line(error)}); export it again"
+        ) from None
+    folder = path.resolve().parent
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location" and not (folder / entry.value).resolve().is_relative_to(folder):
+                raise ArtifactError(
+                    f"{path}: its weights lie outside its folder ({entry.value[:60]!r}); they are not read"
+                )
+        if any(side < 0 or side > 1 << 28 for side in tensor.dims):
+            raise ArtifactError(f"{path}: a weight has the shape {list(tensor.dims)[:6]}; the file is damaged")
+    try:
+        onnx.load_external_data_for_model(model, str(folder))
+    except Exception as error:  # the same
+        raise ArtifactError(f"{path}: its weights cannot be read ({first_line(error)}); copy them next to it") from None
+    return model
+
+
+def _properties(model: onnx.ModelProto) -> dict[str, str]:
+    return {entry.key: entry.value for entry in model.metadata_props}
+
+
+def _find_preprocessing(
+    model: onnx.ModelProto, options: ExportOptions, known: dict[str, Any], name: str
+) -> Preprocessing:
+    if options.preprocess is not None:
+        return read_preprocessing(options.preprocess)
+    if "preprocessing" in known:
+        found: Preprocessing = known["preprocessing"]
+        return found
+    if _properties(model).get("author") == "Ultralytics":
+        return PRESETS["ultralytics"]
+    raise UsageError(
+        f"{name}: does not say how photographs become its input; give --preprocess {', '.join(PRESETS)}, or a .json "
+        "file of timm or Hugging Face"
+    )
+
+
+def _name_classes(
+    model: onnx.ModelProto, options: ExportOptions, known: dict[str, Any], count: int, name: str
+) -> Sequence[str]:
+    if options.classes is not None:
+        from opal_deploy.model.checkpoint import read_class_names
+
+        names: Sequence[str] = read_class_names(Path(options.classes))
+    elif "class_names" in known:
+        names = known["class_names"]
+    else:
+        names = [f"class {number}" for number in range(count)]
+        with suppress(ValueError, SyntaxError, TypeError, KeyError):
+            # Ultralytics: a dictionary as Python writes it
+            stored = ast.literal_eval(_properties(model)["names"])
+            names = [str(stored[number]) for number in range(count)]
+        if names[0] == "class 0":
+            options.log(f"{name}: does not name its classes, which are numbered; name them with --classes FILE")
+    if len(names) != count:
+        raise UsageError(
+            f"{name}: {len(names)} class names for {count} classes; give one per line, in training's order"
+        )
+    return names
+
+
+def _read_input(model: onnx.ModelProto, preprocessing: Preprocessing, options: ExportOptions, name: str) -> _Input:
+    weights = {tensor.name for tensor in model.graph.initializer}
+    value = next(value for value in model.graph.input if value.name not in weights)
+    kind = value.type.tensor_type.elem_type
+    sides = [dim.dim_value or None for dim in value.type.tensor_type.shape.dim]
+    if len(sides) != 4 or kind not in (TensorProto.FLOAT, TensorProto.FLOAT16) or 3 not in (sides[1], sides[3]):
+        raise UsageError(f"{name}: input {value.name} is {sides}; expected float images [N, 3, H, W] or [N, H, W, 3]")
+    channels_last = sides[1] != 3
+    height, width = sides[1:3] if channels_last else sides[2:4]
+    stated = (options.size, options.size) if isinstance(options.size, int) else options.size
+    side = preprocessing.size or 224
+    size = stated or (height or side, width or side)
+    if (height or size[0], width or size[1]) != size or max(size) > _MAX_SIDE:
+        raise UsageError(f"{name}: takes images of {height}x{width}, asked for {size[0]}x{size[1]}; leave out --size")
+    return _Input(value.name, size, channels_last, kind, sides[0])
+
+
+def _open(model: onnx.ModelProto, options: ExportOptions, name: str) -> Any:
+    """Return ONNX Runtime's session of a model on the CPU."""
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads, settings.inter_op_num_threads = options.threads or 0, 1
+    settings.log_severity_level = 3
+    try:
+        return onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=[CPU])
+    except Exception as error:  # ONNX Runtime exports no base class of its exceptions
+        raise ArtifactError(f"{name}: ONNX Runtime refuses it ({first_line(error)})") from None
+
+
+def _feed(own: _Input, images: NDArray[np.float32]) -> NDArray[Any]:
+    """Return a classifier's own input of normalised images [N, 3, H0, W0]."""
+    inputs = images.transpose(0, 2, 3, 1) if own.channels_last else images
+    return np.ascontiguousarray(inputs.astype(np.float16 if own.kind == TensorProto.FLOAT16 else np.float32))
+
+
+def _run_original(session: Any, own: _Input, images: NDArray[np.float32], tail: Tail) -> NDArray[np.float32]:
+    """Return the original's logits, in its own batches; with an activation at its end, those before it."""
+    size = own.batch or 1
+    parts = []
+    for start in range(0, len(images), size):
+        # the last batch is filled up with copies
+        rows = np.resize(np.arange(start, min(start + size, len(images))), size)
+        parts.append(session.run([tail.logits], {own.name: _feed(own, images[rows])})[0].reshape(size, -1))
+    return np.concatenate(parts)[: len(images)].astype(np.float32)
+
+
+def _expose(model: onnx.ModelProto, name: str) -> onnx.ModelProto:
+    """Return a model of which a value is an output; itself where it is one."""
+    if any(value.name == name for value in model.graph.output):
+        return model
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    changed.graph.output.append(onnx.ValueInfoProto(name=name))
+    return changed
+
+
+def _measure_grid(
+    model: onnx.ModelProto, tail: Tail, own: _Input, options: ExportOptions, name: str
+) -> tuple[int, int]:
+    """Return (H, W) of the feature map, from a run."""
+    seen = _expose(model, tail.features)
+    blank = np.zeros((own.batch or 1, 3, *own.size), np.float32)
+    shape = _open(seen, options, name).run([tail.features], {own.name: _feed(own, blank)})[0].shape
+    channels = tail.weights.shape[1]
+    if len(shape) != 4 or shape[3 if tail.channels_last else 1] != channels:
+        raise UsageError(f"{name}: the mean before its dense layer is of {list(shape)}; expected [N, {channels}, H, W]")
+    return (shape[1], shape[2]) if tail.channels_last else (shape[2], shape[3])
+
+
+def _make_dynamic(model: onnx.ModelProto, own: _Input) -> onnx.ModelProto:
+    """Return a copy that takes any number of images: shapes that were traced for one batch are taken from the data."""
+    changed = onnx.ModelProto()
+    changed.CopyFrom(model)
+    del changed.graph.value_info[:]
+    if own.batch is None:
+        return changed
+    shapes = {node.input[1] for node in changed.graph.node if node.op_type == "Reshape"}
+    tensors = [t for t in changed.graph.initializer if t.name in shapes]
+    tensors += [
+        a.t for n in changed.graph.node if n.op_type == "Constant" and n.output[0] in shapes for a in n.attribute
+    ]
+    for tensor in tensors:
+        shape = onnx.numpy_helper.to_array(tensor).copy()
+        if len(shape) and shape[0] == own.batch:
+            # 0 copies the size of the input's axis
+            shape[0] = 0
+            tensor.CopyFrom(onnx.numpy_helper.from_array(shape, tensor.name))
+    return changed
+
+
+def _verify(
+    changed: onnx.ModelProto,
+    metadata: Metadata,
+    original: Any,
+    own: _Input,
+    tail: Tail,
+    options: ExportOptions,
+    name: str,
+) -> dict[str, Any]:
+    """Return the report of the gate: the same logits as the original's, and shares that add up to them."""
+    images = example_images(_IMAGES, *own.size)
+    inputs = normalise(images, metadata.mean, metadata.std)
+    expected = _run_original(original, own, inputs, tail)
+    try:
+        arrays = _open(changed, options, name).run(list(metadata.outputs), {INPUT: inputs})
+    except ArtifactError:
+        raise
+    except Exception as error:  # ONNX Runtime exports no base class of its exceptions
+        raise UsageError(
+            f"{name}: runs with batches of {own.batch} only ({first_line(error)}); export it with a dynamic batch"
+        ) from None
+    outputs = Outputs.from_arrays(dict(zip(metadata.outputs, arrays, strict=True)))
+    assert outputs.shares is not None
+    assert outputs.share_classes is not None
+    largest = float(np.abs(expected).max())
+    difference = float(np.abs(outputs.logits - expected).max())
+    if not difference <= _SAME * largest * (1e3 if own.kind == TensorProto.FLOAT16 else 1):
+        raise VerificationError(f"{name}: logits differ by {difference:.2g} of {largest:.3g} with shares; not written")
+    rows = np.arange(len(expected))[:, None]
+    sums = outputs.shares.sum(axis=(2, 3), dtype=np.float64) + tail.biases[outputs.share_classes]
+    missed = float(np.abs(sums - outputs.logits[rows, outputs.share_classes]).max())
+    limit = _ADDS_UP * (1e3 if own.kind == TensorProto.FLOAT16 else 1)
+    if not missed <= limit * largest:
+        raise VerificationError(
+            f"{name}: shares and bias miss the logit by {missed:.2g} of {largest:.3g}: its end is not what it seems"
+        )
+    return {
+        "image_set": f"{len(images)} generated creatures", "images": len(images), "sum_error": missed,
+        "logits": "bit-equal" if difference == 0 else f"within {difference:.1g}", "largest_logit": largest,
+    }  # fmt: skip
+
+
+def export_module(module: Any, options: ExportOptions, name: str, size: int, known: dict[str, Any]) -> ExportResult:
+    """Export a PyTorch classifier in memory; see `export_classifier`."""
+    import torch
+
+    module = module.eval()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{Path(name).stem}.onnx"
+        example = torch.zeros(2, 3, size, size, device=next(module.parameters()).device)
+        with torch.no_grad():
+            torch.onnx.export(
+                module, (example,), str(path), dynamo=True, input_names=["x"], output_names=["y"], verbose=False,
+                dynamic_shapes=({0: torch.export.Dim("N")},), external_data=False,
+            )  # fmt: skip
+        out = options.out or Path(name).with_name(f"{Path(name).stem}.opal.onnx")
+        return export_classifier(path, replace(options, out=out), name, known)

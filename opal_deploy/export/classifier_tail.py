@@ -1,0 +1,361 @@
+"""The end of somebody's classifier, found in its ONNX graph, and the exact share that each cell has in a logit.
+
+Where a classifier ends in a mean over the cells of a feature map F [N, D, H, W], perhaps a LayerNorm, and a dense
+layer,
+
+    logit_c = b_c + sum over cells (u, v) of W_c . F(u, v) / (H W)
+
+so every cell has a share of the logit, and the shares and the bias add up to it. With LayerNorm after the mean, W_c is
+multiplied by its weights, centred over the channels and divided by the mean vector's deviation, which depends on the
+image alone; its biases add W_c . beta to b_c. The original nodes stay as they are: `add_shares` only adds nodes behind
+them, so the logits are the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from opal_deploy.artifact.outputs import INPUT
+from opal_deploy.errors import UsageError
+
+Activation = Literal["softmax", "sigmoid", "none"]
+# classes whose cells a graph lists: the predicted one and the runner-up
+LISTED = 2
+_PREFIX = "shares_"
+# nodes that change no value between the map and the logits
+_PASSED = {"Identity", "Dropout", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Cast", "Transpose"}
+_LOOPS = {"Loop", "Scan", "If"}
+_OPSET = 13
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The end of a classifier.
+
+    Attributes:
+        features: name of F's value.
+        channels_last: whether F is [N, H, W, D].
+        logits: name of the logits' value.
+        weights: W [C, D], with LayerNorm's weights in it, centred; float64.
+        biases: b [C] with LayerNorm's biases in it; float64.
+        normalised: name of the vector that LayerNorm divides by its deviation; empty without one after the mean.
+        epsilon: LayerNorm's.
+        activation: what follows the logits.
+    """
+
+    features: str
+    channels_last: bool
+    logits: str
+    weights: NDArray[np.float64]
+    biases: NDArray[np.float64]
+    normalised: str
+    epsilon: float
+    activation: Activation
+
+
+class _Graph:
+    """A graph's nodes by their outputs, and its constants."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.graph = model.graph
+        self.made_by = {name: node for node in model.graph.node for name in node.output}
+        self._tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+
+    def node(self, name: str) -> onnx.NodeProto | None:
+        return self.made_by.get(name)
+
+    def constant(self, name: str) -> NDArray[Any] | None:
+        """Return a constant's value, also behind Identity, Cast, Transpose, Constant or DequantizeLinear."""
+        if name in self._tensors:
+            return numpy_helper.to_array(self._tensors[name])
+        node = self.made_by.get(name)
+        if node is None:
+            return None
+        if node.op_type == "Constant":
+            value = next((a for a in node.attribute if a.name == "value"), None)
+            return None if value is None else numpy_helper.to_array(value.t)
+        inner = self.constant(node.input[0]) if node.input else None
+        if inner is None:
+            return None
+        if node.op_type in ("Identity", "Cast"):
+            return inner
+        if node.op_type == "Transpose":
+            return inner.transpose(_attribute(node, "perm", list(range(inner.ndim))[::-1]))
+        if node.op_type == "Reshape":
+            shape = self.constant(node.input[1])
+            return None if shape is None else inner.reshape(shape.tolist())
+        if node.op_type == "DequantizeLinear":
+            scale = self.constant(node.input[1])
+            zero = self.constant(node.input[2]) if len(node.input) > 2 else np.zeros(1)
+            if scale is None or zero is None:
+                return None
+            axis = _attribute(node, "axis", 1) if scale.ndim else 0
+            sides = [-1 if scale.ndim and i == axis % inner.ndim else 1 for i in range(inner.ndim)]
+            by_axis = [value.astype(np.float64).reshape(sides) if value.ndim else value for value in (zero, scale)]
+            return (inner.astype(np.float64) - by_axis[0]) * by_axis[1]
+        return None
+
+    def split(self, node: onnx.NodeProto) -> tuple[str, NDArray[Any]] | None:
+        """Return the variable and the constant input of a node with one of each."""
+        constants = [self.constant(name) for name in node.input[:2]]
+        for place in (0, 1):
+            other, value = constants[1 - place], constants[place]
+            if value is not None and other is None:
+                return node.input[1 - place], value
+        return None
+
+
+def _attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
+    return next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
+
+
+def check_graph(model: onnx.ModelProto, name: str) -> None:
+    """Raise UsageError for a graph that cannot be read or run safely, before it is."""
+    opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)
+    if opset < _OPSET:
+        raise UsageError(f"{name}: opset {opset} found; expected {_OPSET} or newer: export it again with a newer opset")
+    for node in model.graph.node:
+        if node.domain not in ("", "ai.onnx"):
+            raise UsageError(f"{name}: operator {node.domain}.{node.op_type} found; expected ONNX's own operators only")
+        if node.op_type in _LOOPS:
+            raise UsageError(f"{name}: operator {node.op_type} found; expected a graph without loops and branches")
+    if len([value for value in model.graph.input if value.name not in _constants(model)]) != 1:
+        raise UsageError(f"{name}: expected one input, the images")
+
+
+def _constants(model: onnx.ModelProto) -> set[str]:
+    return {tensor.name for tensor in model.graph.initializer}
+
+
+def find_tail(model: onnx.ModelProto, name: str) -> Tail:
+    """Return the end of a classifier; raise UsageError, which says what was found instead, for one without shares."""
+    graph = _Graph(model)
+    at, activation = model.graph.output[0].name, "none"
+    # from the output to the dense layer
+    while (node := graph.node(at)) is not None and node.op_type in (*_PASSED, "Softmax", "LogSoftmax", "Sigmoid"):
+        if node.op_type not in _PASSED:
+            activation = "sigmoid" if node.op_type == "Sigmoid" else "softmax"
+        at = node.input[0]
+    logits = at
+    dense = _read_dense(graph, at)
+    if dense is None:
+        found = "nothing" if node is None else node.op_type
+        raise UsageError(f"{name}: its output comes from {found}; expected a dense layer on the mean of a feature map")
+    at, weights, biases = dense
+    # from the dense layer to the mean over cells
+    normalised, epsilon = "", 0.0
+    while True:
+        node = graph.node(at)
+        if node is None:
+            raise UsageError(f"{name}: its dense layer reads the input; expected the mean of a feature map")
+        if (pooled := _read_mean(graph, node)) is not None:
+            features, channels_last = pooled
+            break
+        if (norm := _read_layer_norm(graph, node)) is not None and not normalised:
+            normalised, gamma, beta, epsilon = norm
+            biases = biases + weights @ beta
+            weights = weights * gamma
+            weights = weights - weights.mean(axis=1, keepdims=True)
+            at = normalised
+        elif node.op_type in _PASSED:
+            at = node.input[0]
+        else:
+            raise UsageError(_refuse(name, graph, node))
+    _check_layout(graph, at, features, name)
+    return Tail(features, channels_last, logits, weights, biases, normalised, epsilon, activation)  # type: ignore[arg-type]
+
+
+def _refuse(name: str, graph: _Graph, node: onnx.NodeProto) -> str:
+    kinds = {
+        "Gemm": "a hidden layer follows the pooling", "MatMul": "a hidden layer follows the pooling",
+        "Conv": "a hidden layer follows the pooling", "Add": "a hidden layer follows the pooling",
+        "Gather": "one token is read, not a mean over cells", "Slice": "one token is read, not a mean over cells",
+    }  # fmt: skip
+    reason = kinds.get(node.op_type, f"an activation ({node.op_type}) follows the pooling")
+    return (
+        f"{name}: {reason}, so its cells have no exact share of the logit; train an OPAL head on its backbone: "
+        "opal-deploy train DATA --backbone NAME --weights FILE"
+    )
+
+
+def _read_dense(graph: _Graph, at: str) -> tuple[str, NDArray[np.float64], NDArray[np.float64]] | None:
+    """Return input, W [C, D] and b [C] of the dense layer that computes a value; None if it is none."""
+    node, biases = graph.node(at), None
+    if node is not None and node.op_type == "Add" and (parts := graph.split(node)) is not None:
+        at, biases = parts[0], parts[1].astype(np.float64).ravel()
+        while (node := graph.node(at)) is not None and node.op_type in _PASSED:
+            at = node.input[0]
+    if node is None or node.op_type not in ("Gemm", "MatMul", "Conv"):
+        return None
+    weights = graph.constant(node.input[1])
+    if weights is None:
+        return None
+    weights = weights.astype(np.float64)
+    if node.op_type == "Gemm":
+        if _attribute(node, "transA", 0):
+            return None
+        weights = (weights if _attribute(node, "transB", 0) else weights.T) * _attribute(node, "alpha", 1.0)
+    elif node.op_type == "MatMul":
+        weights = weights.T
+    elif weights.shape[2:] == (1, 1) and _attribute(node, "group", 1) == 1:
+        weights = weights[:, :, 0, 0]
+    if weights.ndim != 2:
+        return None
+    if len(node.input) > 2 and node.input[2]:
+        own = graph.constant(node.input[2])
+        if own is None:
+            return None
+        scaled = own.astype(np.float64).ravel() * (_attribute(node, "beta", 1.0) if node.op_type == "Gemm" else 1.0)
+        biases = scaled if biases is None else biases + scaled
+    count = len(weights)
+    biases = np.zeros(count) if biases is None else np.broadcast_to(biases, (count,))
+    return node.input[0], weights, biases
+
+
+def _read_mean(graph: _Graph, node: onnx.NodeProto) -> tuple[str, bool] | None:
+    """Return the map that a node takes the mean over the cells of, and whether its channels are last; None if none."""
+    if node.op_type == "GlobalAveragePool":
+        return node.input[0], False
+    if node.op_type == "AveragePool" and not any(_attribute(node, "pads", [0])):
+        # over the whole map, which is checked when the file is run
+        return node.input[0], False
+    if node.op_type == "ReduceMean":
+        axes = _attribute(node, "axes", None)
+        if axes is None and len(node.input) > 1:
+            value = graph.constant(node.input[1])
+            axes = None if value is None else value.ravel().tolist()
+        if axes is not None and sorted(axes) in ([2, 3], [-2, -1], [-1, 2]):
+            return node.input[0], False
+        if axes is not None and sorted(axes) in ([1, 2], [-3, -2]):
+            return node.input[0], True
+    return None
+
+
+def _read_layer_norm(
+    graph: _Graph, node: onnx.NodeProto
+) -> tuple[str, NDArray[np.float64], NDArray[np.float64], float] | None:
+    """Return input, weights, biases and epsilon of a LayerNorm, one operator or many; None if a node ends none."""
+
+    def variable(node: onnx.NodeProto | None, kind: str) -> tuple[onnx.NodeProto | None, NDArray[Any] | None]:
+        """Return what computes the variable input of a node of a kind with a constant, and the constant."""
+        if node is None or node.op_type != kind or (parts := graph.split(node)) is None:
+            return None, None
+        return graph.node(parts[0]), parts[1]
+
+    if node.op_type == "LayerNormalization":
+        gamma = graph.constant(node.input[1])
+        beta = graph.constant(node.input[2]) if len(node.input) > 2 and node.input[2] else np.zeros(1)
+        if gamma is None or beta is None:
+            return None
+        return node.input[0], gamma.ravel() + 0.0, beta.ravel() + 0.0, _attribute(node, "epsilon", 1e-5)
+    scaled, beta = variable(node, "Add")
+    divided, gamma = variable(scaled, "Mul")
+    if divided is None or divided.op_type != "Div" or gamma is None or beta is None:
+        return None
+    centred, deviation = graph.node(divided.input[0]), graph.node(divided.input[1])
+    if centred is None or centred.op_type != "Sub" or deviation is None or deviation.op_type != "Sqrt":
+        return None
+    _, epsilon = variable(graph.node(deviation.input[0]), "Add")
+    mean = graph.node(centred.input[1])
+    if epsilon is None or mean is None or mean.op_type != "ReduceMean" or mean.input[0] != centred.input[0]:
+        return None
+    return centred.input[0], gamma.ravel() + 0.0, beta.ravel() + 0.0, float(epsilon.ravel()[0])
+
+
+def _check_layout(graph: _Graph, pooled: str, features: str, name: str) -> None:
+    """Raise UsageError for a graph whose output does not depend on the image through the mean."""
+    if graph.constant(features) is not None or not pooled:
+        raise UsageError(f"{name}: the mean before its dense layer is a constant")
+
+
+def add_shares(model: onnx.ModelProto, tail: Tail, grid: tuple[int, int]) -> onnx.ModelProto:
+    """Return a copy with the outputs `logits`, `share_classes` and `shares`, and the input `images`.
+
+    Args:
+        grid: (H, W) of the feature map.
+    """
+    changed = copy.deepcopy(model)
+    graph = changed.graph
+    cells, (count, channels) = grid[0] * grid[1], tail.weights.shape
+    made: list[onnx.NodeProto] = []
+
+    def constant(label: str, value: Any) -> str:
+        graph.initializer.append(numpy_helper.from_array(np.asarray(value), _PREFIX + label))
+        return _PREFIX + label
+
+    def add(kind: str, inputs: list[str], output: str, **attributes: Any) -> str:
+        output = output if output in ("logits", "shares", "share_classes") else _PREFIX + output
+        made.append(helper.make_node(kind, inputs, [output], name=_PREFIX + output, **attributes))
+        return output
+
+    flat = constant("flat", np.array([-1, count], np.int64))
+    rows = add("Reshape", [tail.logits, flat], "logits_rows")
+    logits = add("Cast", [rows], "logits", to=TensorProto.FLOAT)
+    best = [_PREFIX + "best", _PREFIX + "ids"]
+    k = constant("k", np.array([min(LISTED, count)], np.int64))
+    made.append(helper.make_node("TopK", [logits, k], best, name=_PREFIX + "top"))
+    add("Cast", [best[1]], "share_classes", to=TensorProto.INT32)
+    weights = constant("weights", (tail.weights / cells).astype(np.float32))
+    chosen = add("Gather", [weights, best[1]], "chosen", axis=0)  # [N, k, D]
+    features = add("Cast", [tail.features], "features", to=TensorProto.FLOAT)
+    if tail.channels_last:
+        shape = constant("cells", np.array([0, cells, channels], np.int64))
+        features = add("Transpose", [add("Reshape", [features, shape], "rows")], "columns", perm=[0, 2, 1])
+    else:
+        shape = constant("cells", np.array([0, channels, cells], np.int64))
+        features = add("Reshape", [features, shape], "columns")
+    shares = add("MatMul", [chosen, features], "products")
+    if tail.normalised:
+        vector = add("Cast", [tail.normalised], "vector", to=TensorProto.FLOAT)
+        vector = add("Reshape", [vector, constant("wide", np.array([-1, channels], np.int64))], "vector_rows")
+        averaging = constant("averaging", np.full((channels, 1), 1 / channels, np.float32))
+        centred = add("Sub", [vector, add("MatMul", [vector, averaging], "mean")], "centred")
+        variance = add("MatMul", [add("Mul", [centred, centred], "squares"), averaging], "variance")
+        shifted = add("Add", [variance, constant("epsilon", np.float32(tail.epsilon))], "shifted")
+        deviation = add(
+            "Reshape", [add("Sqrt", [shifted], "root"), constant("one", np.array([-1, 1, 1], np.int64))], "deviation"
+        )
+        shares = add("Div", [shares, deviation], "divided")
+    add("Reshape", [shares, constant("grid", np.array([0, 0, *grid], np.int64))], "shares")
+    graph.node.extend(made)
+    del graph.output[:]
+    listed = min(LISTED, count)
+    for output, kind, shape_of in (
+        ("logits", TensorProto.FLOAT, ["N", count]), ("share_classes", TensorProto.INT32, ["N", listed]),
+        ("shares", TensorProto.FLOAT, ["N", listed, *grid]),
+    ):  # fmt: skip
+        graph.output.append(helper.make_tensor_value_info(output, kind, shape_of))
+    return changed
+
+
+def set_input(model: onnx.ModelProto, size: tuple[int, int], *, channels_last: bool, kind: int) -> None:
+    """Give a graph, in place, the input `images`, float32 [N, 3, H0, W0], in front of its own input.
+
+    Args:
+        size: (H0, W0).
+        channels_last: whether its own input is [N, H0, W0, 3].
+        kind: its own input's element type.
+    """
+    graph, known = model.graph, _constants(model)
+    own = next(value for value in graph.input if value.name not in known)
+    at, nodes = INPUT, []
+    inner = own.name if own.name != INPUT else f"{_PREFIX}input"
+    for node in graph.node if own.name == INPUT else ():
+        for place, name in enumerate(node.input):
+            if name == INPUT:
+                node.input[place] = inner
+    if channels_last:
+        nodes.append(helper.make_node("Transpose", [at], [f"{_PREFIX}last"], perm=[0, 2, 3, 1]))
+        at = f"{_PREFIX}last"
+    nodes.append(helper.make_node("Cast", [at], [inner], to=kind))
+    old = list(graph.node)
+    del graph.node[:], graph.input[:]
+    graph.node.extend([*nodes, *old])
+    graph.input.append(helper.make_tensor_value_info(INPUT, TensorProto.FLOAT, ["N", 3, *size]))
