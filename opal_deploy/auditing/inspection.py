@@ -132,7 +132,12 @@ def describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
     if metadata.evidence == "none":
         head = "its own classifier" if metadata.head.get("plain") else "a dense layer"
     verified = f"NO: {metadata.unverified}"
-    if not metadata.unverified and report:
+    if metadata.evidence == "regions":
+        verified = (
+            f"against the original on {report.get('image_set')}: logits {report.get('logits')}, shares and bias add up "
+            f"to them within {_format_number(report.get('sum_error'))} of {_format_number(report.get('largest_logit'))}"
+        )
+    elif not metadata.unverified and report:
         verified = (
             f"against {report.get('reference')} on {report.get('image_set')}, batches {report.get('batches')}: largest "
             f"cosine difference {_format_number(report.get('max_cosine'))}, {report.get('cells_different')} of "
@@ -141,7 +146,9 @@ def describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
     return [
         ("network", f"{metadata.backbone}, {metadata.num_classes} classes, {head}, grid {rows}x{cols}, "
          f"cells of {metadata.stride} pixels" + (", all layers kept" if metadata.keep_layers else "")),
-        ("evidence", {"exact": "exact: each slot's score comes from one cell", "map": "map: averages, no single cell",
+        ("evidence", {"exact": "exact: each slot's score comes from one cell",
+                      "regions": "regions: each cell has an exact share of the logit",
+                      "map": "map: averages, no single cell",
                       "none": "none: no anchors, logits only"}[metadata.evidence]),
         ("classes", _list_names(metadata.class_names)),
         ("input", f"{metadata.input_kind} {layout}, {metadata.resize}{crop}"),

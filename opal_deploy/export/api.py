@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.files import model_kind
@@ -31,14 +32,15 @@ if TYPE_CHECKING:
 
 
 @keywords(OnnxOptions)
-def export_model(source: StrPath, options: OnnxOptions) -> ExportResult:
-    """Export a checkpoint, or an exported ONNX file in another precision, to a verified ONNX file.
+def export_model(source: StrPath | Any, options: OnnxOptions) -> ExportResult:
+    """Export a checkpoint, another tool's classifier, or an exported file in another precision to a verified ONNX file.
 
     Does what `opal-deploy export` does; prints nothing. A file gets its name only after its outputs were compared with
     the reference's.
 
     Args:
-        source: a checkpoint, ours or the authors', or an exported ONNX file.
+        source: a checkpoint, ours or the authors', an exported ONNX file, or somebody's classifier: its ONNX file, or a
+            `torch.nn.Module`.
 
     Returns:
         The file with its verification. An identical existing file is kept.
@@ -97,8 +99,12 @@ def export_web(source: StrPath, folder: StrPath, options: WebOptions) -> Written
     return site
 
 
-def run_export(source: StrPath, options: ExportOptions) -> ExportResult:
+def run_export(source: StrPath | Any, options: ExportOptions) -> ExportResult:
     """Do what `opal-deploy export` does: write the ONNX file of `export_model`, and what the options make from it."""
+    if not isinstance(source, str | os.PathLike):
+        from opal_deploy.export.classifier import export_module
+
+        return export_module(source, options, Path(type(source).__name__.lower()))
     path = Path(source)
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file; expected a checkpoint or an exported ONNX file")
@@ -147,6 +153,10 @@ def _export(path: Path, kind: str | None, options: ExportOptions) -> ExportResul
     # nothing of torch where no checkpoint has to be read
     require("onnx", "trt-rtx" if options.trt and kind == "onnx" else "export", "export")
     require("onnxruntime", "cpu", "export, to verify what it writes,")
+    if (options.arch or "").partition(":")[0] in ("timm", "torchvision"):
+        from opal_deploy.export.classifier import export_state_dict
+
+        return export_state_dict(path, options)
     if kind == "onnx" and is_classifier(path):
         from opal_deploy.export.classifier import export_classifier
 
@@ -166,7 +176,7 @@ def _open_checkpoint(path: Path, options: ExportOptions) -> CheckpointSource:
     from opal_deploy.model import checkpoint as checkpoints
     from opal_deploy.model.authors_checkpoint import Assumptions
 
-    names = checkpoints.read_class_names(Path(options.classes)) if options.classes else None
+    names = checkpoints.read_class_names(Path(cast(StrPath, options.classes))) if options.classes else None
     size = (options.size, options.size) if isinstance(options.size, int) else options.size or (224, 224)
     assumptions = Assumptions(options.distance, options.pooling, options.cws, size, options.crop)
     checkpoint = checkpoints.load(path, class_names=names, assumptions=assumptions, arch=options.arch)

@@ -8,6 +8,7 @@ that add up to them with the bias.
 from __future__ import annotations
 
 import ast
+import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,9 +28,15 @@ from opal_deploy.artifact.documents import pack_array
 from opal_deploy.artifact.files import atomic_write, compute_sha256
 from opal_deploy.artifact.metadata import LINEAR_SCHEMA, Metadata
 from opal_deploy.artifact.outputs import INPUT, Outputs
-from opal_deploy.artifact.preprocessing import PRESETS, Preprocessing, ResizeRule, read_preprocessing
+from opal_deploy.artifact.preprocessing import (
+    PRESETS,
+    Preprocessing,
+    ResizeRule,
+    from_config,
+    read_preprocessing,
+)
 from opal_deploy.artifact.test_vectors import Reference
-from opal_deploy.errors import ArtifactError, UsageError, VerificationError, first_line
+from opal_deploy.errors import ArtifactError, UsageError, VerificationError, first_line, require
 from opal_deploy.export.classifier_tail import LISTED, Tail, add_shares, check_graph, find_tail, set_input
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.plan import ExportedOnnx, ExportResult
@@ -158,10 +165,13 @@ def _find_preprocessing(
 def _name_classes(
     model: onnx.ModelProto, options: ExportOptions, known: dict[str, Any], count: int, name: str
 ) -> Sequence[str]:
-    if options.classes is not None:
+    names: Sequence[str]
+    if isinstance(options.classes, str | os.PathLike):
         from opal_deploy.model.checkpoint import read_class_names
 
-        names: Sequence[str] = read_class_names(Path(options.classes))
+        names = read_class_names(Path(options.classes))
+    elif options.classes is not None:
+        names = list(options.classes)
     elif "class_names" in known:
         names = known["class_names"]
     else:
@@ -310,18 +320,63 @@ def _verify(
     }  # fmt: skip
 
 
-def export_module(module: Any, options: ExportOptions, name: str, size: int, known: dict[str, Any]) -> ExportResult:
-    """Export a PyTorch classifier in memory; see `export_classifier`."""
+def export_state_dict(path: Path, options: ExportOptions) -> ExportResult:
+    """Export a state dict of a classifier of torchvision or timm, which `options.arch` names; see `export_classifier`.
+
+    Raises:
+        UsageError: no such network, or the weights are another's.
+    """
+    from opal_deploy.model import state_dicts
+
+    assert options.arch is not None  # decided by it
+    library, _, network = options.arch.partition(":")
+    require(library, "train", f"--arch {options.arch}")
+    state = state_dicts.read_state_dict(path)
+    count = next((len(value) for name, value in reversed(state.items()) if value.ndim == 1), 0)
+    try:
+        if library == "timm":
+            import timm
+
+            module = timm.create_model(network, num_classes=count)
+        else:
+            import torchvision
+
+            extra = {"aux_logits": False, "init_weights": False} if network in ("googlenet", "inception_v3") else {}
+            module = torchvision.models.get_model(network, num_classes=count, **extra)
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise UsageError(
+            f"--arch {options.arch}: {first_line(error)}; expected a network's name of {library}"
+        ) from None
+    state = state_dicts.strip_prefix(state, module.state_dict())
+    problem = f"{path} does not fit {options.arch} with {count} classes"
+    state_dicts.load_exactly(module, state, problem)
+    return export_module(module, options, path)
+
+
+def export_module(module: Any, options: ExportOptions, source: Path) -> ExportResult:
+    """Export a PyTorch classifier in memory; see `export_classifier`.
+
+    Args:
+        source: names the file to write and the source in its metadata.
+    """
     import torch
 
-    module = module.eval()
+    module, known, name = module.eval(), dict[str, Any](), source.name
+    stated = getattr(module, "pretrained_cfg", None)
+    if options.preprocess is None and stated:
+        # timm's networks say how their weights were trained
+        known["preprocessing"] = from_config(stated)
+    if options.preprocess is not None:
+        known["preprocessing"] = read_preprocessing(options.preprocess)
+    side = getattr(known.get("preprocessing"), "size", None) or 224
+    size = (options.size, options.size) if isinstance(options.size, int) else options.size or (side, side)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{Path(name).stem}.onnx"
-        example = torch.zeros(2, 3, size, size, device=next(module.parameters()).device)
+        example = torch.zeros(2, 3, *size, device=next(module.parameters()).device)
         with torch.no_grad():
             torch.onnx.export(
                 module, (example,), str(path), dynamo=True, input_names=["x"], output_names=["y"], verbose=False,
                 dynamic_shapes=({0: torch.export.Dim("N")},), external_data=False,
             )  # fmt: skip
-        out = options.out or Path(name).with_name(f"{Path(name).stem}.opal.onnx")
+        out = options.out or source.with_name(f"{source.stem}.opal.onnx")
         return export_classifier(path, replace(options, out=out), name, known)

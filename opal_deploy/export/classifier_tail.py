@@ -164,7 +164,7 @@ def find_tail(model: onnx.ModelProto, name: str) -> Tail:
             weights = weights * gamma
             weights = weights - weights.mean(axis=1, keepdims=True)
             at = normalised
-        elif node.op_type in _PASSED:
+        elif node.op_type in _PASSED or _is_restrided(graph, node):
             at = node.input[0]
         else:
             raise UsageError(_refuse(name, graph, node))
@@ -183,6 +183,12 @@ def _refuse(name: str, graph: _Graph, node: onnx.NodeProto) -> str:
         f"{name}: {reason}, so its cells have no exact share of the logit; train an OPAL head on its backbone: "
         "opal-deploy train DATA --backbone NAME --weights FILE"
     )
+
+
+def _is_restrided(graph: _Graph, node: onnx.NodeProto) -> bool:
+    """Return whether a node reads a flat tensor in another order, as PyTorch exports `as_strided`; the gate decides."""
+    flat = graph.node(node.input[0])
+    return node.op_type == "Gather" and flat is not None and flat.op_type == "Reshape"
 
 
 def _read_dense(graph: _Graph, at: str) -> tuple[str, NDArray[np.float64], NDArray[np.float64]] | None:

@@ -78,7 +78,8 @@ class CheckpointOptions(Options):
     """Options for facts that a checkpoint does not record."""
 
     classes: Annotated[
-        StrPath | None, Option("File of class names, one per line.", default="those in the source", cli=Path)
+        StrPath | Sequence[str] | None,
+        Option("File of class names, one per line.", default="those in the source", cli=Path),
     ] = None
     preprocess: Annotated[
         str | None,
@@ -107,7 +108,8 @@ class CheckpointOptions(Options):
     arch: Annotated[
         str | None,
         Option(
-            "Another prototype network: pipnet:NET, protopnet:NET, or CaBRNet's model_arch.yml.",
+            "Another network: pipnet:NET, protopnet:NET, CaBRNet's model_arch.yml; of a plain classifier timm:NET or "
+            "torchvision:NET.",
             default="an OPAL network",
             panel=_AUTHORS,
         ),
