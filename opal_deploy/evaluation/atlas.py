@@ -7,6 +7,7 @@ from pathlib import Path
 
 from opal_deploy.api.options import AtlasOptions
 from opal_deploy.artifact.files import atomic_write, check_output
+from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.patches import Patches
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.errors import UsageError
@@ -15,7 +16,6 @@ from opal_deploy.evaluation.patches import collect_patches
 from opal_deploy.logs import as_progress
 from opal_deploy.options import StrPath, keywords
 from opal_deploy.predict import setup
-from opal_deploy.run.drawing import check_exact_evidence
 from opal_deploy.runtime.select import open_sessions, read_model_metadata
 from opal_deploy.visualization.pages import render_page
 
@@ -28,6 +28,12 @@ class CreatedAtlas:
 
     path: Path
     patches: Patches
+
+
+def check_slots(metadata: Metadata, path: Path) -> None:
+    """Raise UsageError for a model without slots."""
+    if metadata.evidence != "exact":
+        raise UsageError(f"{path}: has no slots (evidence {metadata.evidence}); expected a head with anchors")
 
 
 @keywords(AtlasOptions)
@@ -45,14 +51,14 @@ def create_atlas(model: StrPath | None, options: AtlasOptions) -> CreatedAtlas:
     check_output("--out", out, [".html"], inputs=[str(path)], overwrite=options.overwrite)
     if options.data is None:
         metadata = read_model_metadata(path)
-        check_exact_evidence(metadata, str(path))
+        check_slots(metadata, path)
         patches = metadata.known_patches
         if patches is None:
             raise UsageError(f"{path}: keeps no patches of training images; give the data set: opal-deploy atlas DATA")
     else:
         session = open_sessions(path, device=options.device, threads=options.threads)[0]
         metadata = session.metadata
-        check_exact_evidence(metadata, str(path))
+        check_slots(metadata, path)
         dataset = read_dataset(Path(options.data), options.dataset, needs_validation=lambda _: options.split == "val")
         samples = getattr(dataset, options.split)
         check_classes(path, list(metadata.class_names), dataset)

@@ -37,7 +37,7 @@ from opal_deploy.artifact.preprocessing import (
 )
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError, first_line, require
-from opal_deploy.export.classifier_tail import LISTED, Tail, add_shares, check_graph, find_tail, set_input
+from opal_deploy.export.classifier_tail import Tail, add_shares, check_graph, find_tail, set_input
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.plan import ExportedOnnx, ExportResult
 from opal_deploy.preprocess.resize import normalise
@@ -92,13 +92,24 @@ def export_classifier(
     set_input(changed, own.size, channels_last=own.channels_last, kind=own.kind)
     changed = add_shares(changed, tail, grid)
     metadata = Metadata(
-        tuple(names), MOST_REGIONS,
+        tuple(names),
+        MOST_REGIONS,
         {"kind": "additive", "biases": pack_array(tail.biases.astype(np.float32)), "activation": tail.activation},
-        "regions", Path(name).stem, grid, own.size, "float32", preprocessing.mean, preprocessing.std, str(rule),
-        options.crop, source={"file": name, "sha256": compute_sha256(path), "format": "classifier"},
+        "regions",
+        Path(name).stem,
+        grid,
+        own.size,
+        "float32",
+        preprocessing.mean,
+        preprocessing.std,
+        str(rule),
+        options.crop,
+        "fp16" if own.kind == TensorProto.FLOAT16 else "fp32",
+        source={"file": name, "sha256": compute_sha256(path), "format": "classifier"},
         exporter={"opal_deploy": __version__, "onnx": onnx.__version__, "onnxruntime": onnxruntime.__version__},
-        outputs=("logits", "share_classes", "shares")[: 3 if LISTED else 1], schema=LINEAR_SCHEMA,
-    )  # fmt: skip
+        outputs=("logits", "share_classes", "shares"),
+        schema=LINEAR_SCHEMA,
+    )
     vectors = test_vector_images(*own.size)
     logits = _run_original(session, own, normalise(vectors, metadata.mean, metadata.std), tail)
     metadata = replace(metadata, test_vectors=test_vectors.pack(Reference(vectors, Outputs(logits))))

@@ -173,12 +173,16 @@ def find_tail(model: onnx.ModelProto, name: str) -> Tail:
 
 
 def _refuse(name: str, graph: _Graph, node: onnx.NodeProto) -> str:
-    kinds = {
-        "Gemm": "a hidden layer follows the pooling", "MatMul": "a hidden layer follows the pooling",
-        "Conv": "a hidden layer follows the pooling", "Add": "a hidden layer follows the pooling",
-        "Gather": "one token is read, not a mean over cells", "Slice": "one token is read, not a mean over cells",
-    }  # fmt: skip
-    reason = kinds.get(node.op_type, f"an activation ({node.op_type}) follows the pooling")
+    kind, before = node.op_type, node
+    reason = f"an activation ({kind}) follows the pooling"
+    while (made := graph.node(before.input[0])) is not None and _read_mean(graph, made) is None:
+        before = made
+        if before.op_type in ("Gemm", "MatMul"):
+            reason = f"a hidden layer ({kind}) follows the pooling"
+    if kind in ("Gather", "Slice"):
+        reason = "one token is read, not a mean over cells"
+    elif kind in ("Gemm", "MatMul", "Conv", "Add"):
+        reason = f"a hidden layer ({kind}) follows the pooling"
     return (
         f"{name}: {reason}, so its cells have no exact share of the logit; train an OPAL head on its backbone: "
         "opal-deploy train DATA --backbone NAME --weights FILE"
