@@ -281,7 +281,9 @@ def check_model(path: Path, metadata: Metadata, options: EvaluateOptions) -> Non
     check_all_outputs(metadata, str(path), "`evaluate`")
     is_checkpoint = model_kind(path) == "checkpoint"
     for name in (*EVIDENCE_MEASURES, "record"):
-        if getattr(options, name) and metadata.evidence != "exact":
+        # a classifier's calibration and margins are recorded, its cells are not measured
+        known = metadata.evidence == "exact" or (name == "record" and metadata.evidence == "regions")
+        if getattr(options, name) and not known:
             raise UsageError(
                 f"{path}: no single cell is its evidence (evidence {metadata.evidence}); leave {flag_of(name)} out"
             )

@@ -39,7 +39,7 @@ from opal_deploy.evaluation.record import (
     measure_baseline,
     record_measurements,
 )
-from opal_deploy.evaluation.session import EvaluationResult, choose_samples, evaluate_session
+from opal_deploy.evaluation.session import EvaluationResult, choose_samples, compare_presets, evaluate_session
 from opal_deploy.logs import as_progress
 from opal_deploy.model import checkpoint
 from opal_deploy.model.neighbours import Neighbours
@@ -177,7 +177,9 @@ def _measure(path: Path, session: Session, inputs: EvaluationInputs, options: Ev
     measured = replace(measured, calibration=calibration, receptive_field=field)
     if (risk := evaluation.metrics.risk) is not None:
         options.log(_format_curve(risk))
-    if options.record and set_aside:
+    if metadata.evidence == "regions":
+        _log(options, compare_presets(session, samples, evaluation))
+    if options.record and set_aside and metadata.evidence == "exact":
         measured = _measure_baseline(measured, inputs, options)
     if inputs.annotations.known and metadata.evidence == "exact":
         game = play_pointing_game(evaluation, inputs.annotations, metadata)
@@ -247,7 +249,8 @@ def _measure_evidence(
 
 def _record(result: ModelEvaluation, data: DataSet) -> str:
     """Store an evaluation in the model's file; return a line on the change."""
-    document = result.to_dict()
+    document, is_classifier = result.to_dict(), result.metadata.evidence == "regions"
+    knows_risk = result.baseline is not None or (is_classifier and result.split == "val")
     changes = {
         "evaluation": build_evaluation(document, data, result.split),
         "receptive_field": document.get("receptive_field"),
@@ -255,7 +258,7 @@ def _record(result: ModelEvaluation, data: DataSet) -> str:
         "baseline": None if result.baseline is None else result.baseline.to_dict(),
         "neighbours": None if result.neighbours is None else result.neighbours.to_dict(),
         # a baseline, like a risk, is measured on the images that training set aside
-        "risk": None if result.baseline is None else result.metrics.risk,
+        "risk": result.metrics.risk if knows_risk else None,
     }
     return record_measurements(result.path, {name: value for name, value in changes.items() if value is not None})
 

@@ -7,14 +7,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from opal_deploy.artifact.class_map import find_margins
 from opal_deploy.artifact.heads import find_values
-from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.artifact.preprocessing import InputForm
+from opal_deploy.artifact.outputs import Outputs, find_largest
+from opal_deploy.artifact.preprocessing import PRESETS, InputForm, ResizeRule
 from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
@@ -25,9 +26,12 @@ from opal_deploy.logs import Progress, no_progress
 from opal_deploy.predict.executor import prefetch
 from opal_deploy.predict.prepare import InferenceOptions, Pixels, prepare
 from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.session import ImageBatch, Session
 from opal_deploy.sources.image import InputImage
 
+# images that presets of preprocessing are compared on, and by how much one is clearly better
+_PRESET_IMAGES, _CLEARLY = 64, 0.1
 # threads that decode images
 _WORKERS = 2
 
@@ -159,6 +163,9 @@ def evaluate_session(
     if outputs.argmax is not None and outputs.scores is not None:
         collapse = collapse_of_cells(metadata.class_map.take(outputs.argmax, labels), labels, metadata.class_map)
         top2_margins = margins(outputs.logits, find_values(outputs.scores, metadata), metadata.class_map)
+    elif metadata.evidence == "regions" and metadata.num_classes > 1:
+        best = find_largest(outputs.logits, 2)
+        top2_margins = find_margins(np.take_along_axis(outputs.logits.astype(np.float64), best, axis=1))
     metrics = compute_metrics(outputs.logits, labels, collapse, top2_margins)
     figures = None if protocol is None else protocol.summarize(hits, outputs, geometries)
     return EvaluationResult(metrics, figures, labels, outputs, geometries)
@@ -188,3 +195,33 @@ def choose_samples(samples: Sequence[Sample], limit: int) -> list[int]:
 def _spread(number: int, share: int) -> list[int]:
     """Return `share` different indices spread evenly over `number`."""
     return [int(index) for index in (np.arange(share) * number) // max(share, 1)]
+
+
+def compare_presets(session: Session, samples: Sequence[Sample], result: EvaluationResult) -> Iterator[str]:
+    """Yield a warning if somebody's classifier answers clearly more images right with another preset of preprocessing.
+
+    Args:
+        session: of an additive head, whose file may state the wrong preprocessing.
+        result: of the session on all samples.
+    """
+    metadata = session.metadata
+    chosen = choose_samples(samples, _PRESET_IMAGES)
+    labels = result.labels[chosen]
+    own = float((result.outputs.logits[chosen].argmax(1) == labels).mean())
+    best, found = own, ""
+    for name, preset in PRESETS.items():
+        rule = preset.rule or ResizeRule("shortest_edge", "bilinear", min(metadata.input_size))
+        if (str(rule), preset.mean, preset.std) == (metadata.resize, metadata.mean, metadata.std):
+            continue
+        form = InputForm(*metadata.input_size, rule)
+        right = []
+        for images in photographs(lambda pixels: pixels, samples, form, chosen=chosen):
+            outputs = cast(Any, session).run_normalised(normalise(images.pixels, preset.mean, preset.std))
+            right += (outputs.logits.argmax(1) == result.labels[images.indices]).tolist()
+        if np.mean(right) > best + _CLEARLY:
+            best, found = float(np.mean(right)), name
+    if found:
+        yield (
+            f"warning: accuracy {own:.0%} of {len(chosen)} images, with preset {found} {best:.0%}: wrong "
+            f"preprocessing? Export it again with --preprocess {found}"
+        )
