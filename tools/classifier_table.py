@@ -30,8 +30,9 @@ TORCHVISION = (
     "mobilenet_v3_small", "squeezenet1_1", "vit_b_16",
 )  # fmt: skip
 TIMM = (
-    "resnet26", "repvgg_a0", "nfnet_l0", "fastvit_t8", "convnext_atto", "convnextv2_atto", "swin_tiny_patch4_window7_224",
-    "efficientnet_lite0", "mobilenetv4_conv_small", "efficientvit_b0", "deit_tiny_patch16_224",
+    "resnet26", "repvgg_a0", "nfnet_l0", "fastvit_t8", "convnext_atto", "convnextv2_atto",
+    "swin_tiny_patch4_window7_224", "efficientnet_lite0", "mobilenetv4_conv_small", "efficientvit_b0",
+    "deit_tiny_patch16_224",
 )  # fmt: skip
 
 

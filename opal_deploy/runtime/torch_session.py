@@ -144,7 +144,7 @@ def to_outputs(tensors: HeadOutputs, *, attention: bool = False) -> Outputs:
 
 def _named(tensors: HeadOutputs, *, attention: bool) -> dict[str, torch.Tensor]:
     """Return the tensors that a network has, by the names of outputs."""
-    values = {name: getattr(tensors, name) for name in OUTPUT_SPECS if attention or name != "attention"}
+    values = {name: getattr(tensors, name, None) for name in OUTPUT_SPECS if attention or name != "attention"}
     return {name: tensor for name, tensor in values.items() if tensor is not None}
 
 
