@@ -191,7 +191,7 @@ class Explanation(dict[str, Any]):
         return draw_overlay(self._load_image(), self.record)
 
     def __reduce__(self) -> tuple[type[Explanation], tuple[dict[str, Any]]]:
-        # a model cannot be copied or pickled
+        # the record alone: opening the model again takes seconds
         return type(self), (dict(self),)
 
     def __str__(self) -> str:

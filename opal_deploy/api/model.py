@@ -8,6 +8,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast, overload, runtime_checkable
 
@@ -54,7 +55,7 @@ class Model:
         """Wrap open sessions of one model; `load` opens them."""
         if isinstance(sessions, str | os.PathLike):
             raise TypeError("a Model is made by opal_deploy.load(path)")
-        self.sessions = list(sessions)
+        self.sessions, self._opened_with = list(sessions), dict[str, Any]()
         self._cautioned: set[bool] = set()
         self.sha256, self.path = sha256, path
         self.metadata: Metadata = sessions[0].metadata
@@ -64,6 +65,10 @@ class Model:
     def names(self) -> dict[int, str]:
         """The label of each class by its id, the index of its logit, as in `class_id` and `label` of a record."""
         return dict(enumerate(self.metadata.class_names))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as path and options: another process opens the file again."""
+        return partial(load, os.fspath(self), **self._opened_with), ()
 
     def __fspath__(self) -> str:
         """Return the path of the model's file, so that functions which take a path take the model.
@@ -416,5 +421,7 @@ def load(
         MissingExtra: the runtime is not installed. UsageError: the device does not exist, or the runtime
             does not run such a file.
     """
-    sessions = open_sessions(Path(path), device=device, threads=threads, runtime=runtime)
-    return Model(sessions, compute_sha256(Path(path)), Path(path))
+    options: dict[str, Any] = {"device": device, "threads": threads, "runtime": runtime}
+    model = Model(open_sessions(Path(path), **options), compute_sha256(Path(path)), Path(path))
+    model._opened_with = options
+    return model

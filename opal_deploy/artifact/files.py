@@ -6,6 +6,7 @@ read), and leave folders that were made for a file that failed.
 
 from __future__ import annotations
 
+import codecs
 import errno
 import glob
 import hashlib
@@ -90,15 +91,25 @@ def is_same_file(path: Path, other: Path) -> bool:
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """Return the text of a UTF-8 file, with or without a byte-order mark; line ends stay as they are.
+    """Return the text of a file in UTF-8, or in UTF-16 with a byte-order mark, as PowerShell writes it; line ends stay.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
-        UnicodeDecodeError: it is not UTF-8, and `errors` is "strict".
+        UnicodeDecodeError: it is in another encoding, and `errors` is "strict".
     """
     check_regular(path)
-    with path.open(encoding="utf-8-sig", errors=errors, newline="") as stream:
-        return stream.read()
+    data = path.read_bytes()
+    return data.decode(find_encoding(data[:2]), errors)
+
+
+def find_encoding(start: bytes) -> str:
+    """Return the encoding of a text that starts with these two bytes."""
+    return "utf-16" if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+
+
+def find_delimiter(header: str) -> str:
+    """Return what separates the columns of a table with this first line: a comma, or what Excel writes elsewhere."""
+    return next((mark for mark in (",", ";", "\t") if mark in header), ",")
 
 
 def read_json(path: Path) -> Any:

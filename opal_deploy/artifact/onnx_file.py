@@ -31,15 +31,18 @@ _BLANK = BLANK_DIGEST.encode()
 _IR_VERSION, _GRAPH, _OPSET_IMPORT, _METADATA_PROPS = 1, 7, 8, 14
 _KEY, _VALUE = 1, 2
 _OPSET_DOMAIN, _OPSET_VERSION = 1, 2
+# of GraphProto and TensorProto, and TensorProto.EXTERNAL
+_INITIALIZER, _DATA_LOCATION, _EXTERNAL = 5, 14, 1
 
 
 @dataclass(frozen=True)
 class OnnxHeader:
-    """The fields of an ONNX file around its graph: file format, default operator set, `metadata_props`."""
+    """An ONNX file's format, default operator set and `metadata_props`, and whether weights lie in other files."""
 
     ir_version: int
     opset: int
     properties: dict[str, str]
+    external: bool = False
 
 
 def read_header(path: Path) -> OnnxHeader:
@@ -49,7 +52,7 @@ def read_header(path: Path) -> OnnxHeader:
         ArtifactError: the file is missing, cannot be read, or is not an ONNX model.
     """
     with _map_file(path) as data:
-        ir_version, opset, properties, graphs = 0, 0, {}, 0
+        ir_version, opset, properties, graphs, external = 0, 0, {}, 0, False
         try:
             for number, value in _fields(data, 0, len(data)):
                 if number == _IR_VERSION and isinstance(value, int):
@@ -58,6 +61,7 @@ def read_header(path: Path) -> OnnxHeader:
                     continue
                 elif number == _GRAPH:
                     graphs += 1
+                    external = external or _has_external_weights(data, value)
                 elif number == _OPSET_IMPORT:
                     opset = max(opset, _read_default_opset(data, value))
                 elif number == _METADATA_PROPS:
@@ -69,7 +73,7 @@ def read_header(path: Path) -> OnnxHeader:
             ) from None
     if not graphs or not ir_version:
         raise ArtifactError(f"{path}: not an ONNX file; expected a model that `opal-deploy export` wrote")
-    return OnnxHeader(ir_version, opset, properties)
+    return OnnxHeader(ir_version, opset, properties, external)
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -78,7 +82,12 @@ def read_metadata(path: Path) -> Metadata:
     Raises:
         ArtifactError: the file is missing, not an exported ONNX file, or damaged.
     """
-    properties = read_header(path).properties
+    header = read_header(path)
+    properties = header.properties
+    if header.external:
+        raise ArtifactError(
+            f"{path}: weights lie in other files, which no digest covers; save it as one file, or export it again"
+        )
     if METADATA_KEY not in properties:
         raise ArtifactError(
             f"{path}: an ONNX file without opal metadata; only files that `opal-deploy export` wrote can be explained"
@@ -183,6 +192,15 @@ def _map_file(path: Path) -> mmap.mmap:
         raise ArtifactError(f"{path}: the file is empty; export or copy it again") from None
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def _has_external_weights(data: mmap.mmap, graph: slice) -> bool:
+    """Return whether a weight of a graph is stored in another file."""
+    return any(
+        number == _INITIALIZER and isinstance(value, slice)
+        and (_DATA_LOCATION, _EXTERNAL) in _fields(data, value.start, value.stop)
+        for number, value in _fields(data, graph.start, graph.stop)
+    )  # fmt: skip
 
 
 def _read_default_opset(data: mmap.mmap, span: slice) -> int:

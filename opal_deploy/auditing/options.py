@@ -30,6 +30,9 @@ class VerifyOptions(Decision):
         tuple[StrPath, ...],
         Option("Check all signatures with this public key (PEM); repeatable.", cli=list[Path], panel=_RESULTS),
     ] = ()
+    allow_incomplete: Annotated[
+        bool, Option("Accept a signed run that stopped early, or an earlier state of one.", panel=_RESULTS)
+    ] = False
     device: Device = "auto"
     threads: Threads = None
     runtime: RuntimeChoice = "auto"

@@ -118,6 +118,10 @@ def group_records(results: Path) -> dict[str | None, list[Record]]:
     return groups
 
 
+# an earlier state of a signed run has valid signatures: this tells it from a run that was finished
+STOPPED_EARLY = "before the run stopped early"
+
+
 class RunRecords:
     """The positions and signatures of all records in a file, to be compared with the run.json next to it."""
 
@@ -161,7 +165,7 @@ class RunRecords:
             faults.append("the records are not those that the run wrote, or in another order")
         notes = [] if keys is None else [_VALID]
         if count is not None and not faults:
-            early = "" if written.get("complete") is True else " before the run stopped early"
+            early = "" if written.get("complete") is True else f" {STOPPED_EARLY}"
             notes.append(f"{count:,} images were answered{early}, {self.count:,} records are here")
         return faults, notes
 

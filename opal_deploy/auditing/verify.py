@@ -12,7 +12,7 @@ from typing import Any
 from opal_deploy.artifact.files import check_sha256, compute_sha256, model_kind
 from opal_deploy.auditing.options import VerifyOptions
 from opal_deploy.auditing.record_diff import Tolerance
-from opal_deploy.auditing.results import find_results, is_results, read_run_options, scan_lines
+from opal_deploy.auditing.results import STOPPED_EARLY, find_results, is_results, read_run_options, scan_lines
 from opal_deploy.auditing.verify_records import (
     CheckOptions,
     GivenImages,
@@ -87,7 +87,7 @@ def verify(target: StrPath, options: VerifyOptions) -> Verification:
         return _verify_results(path, Path(model), public_keys, options)
     report = verify_signatures(path, public_keys)
     options.log("Not checked: whether a model gives these answers; give --model and, if they were moved, the images")
-    return _conclude(path, report, {"model": None}, options.log)
+    return _conclude(path, report, {"model": None}, options)
 
 
 def _verify_model(path: Path, options: VerifyOptions) -> Verification:
@@ -145,15 +145,17 @@ def _verify_results(path: Path, model: Path, public_keys: PublicKeys | None, opt
     )
     report = verify_records(path, session, check, lines, lambda done: progress(done, count, ""))
     document = {"model": str(model), "model_sha256": sha256, "session": session.description}
-    return _conclude(path, report, {**document, "seed": None if lines is None else seed}, options.log)
+    return _conclude(path, report, {**document, "seed": None if lines is None else seed}, options)
 
 
-def _conclude(path: Path, report: RecordsReport, document: dict[str, Any], log: Log) -> Verification:
+def _conclude(path: Path, report: RecordsReport, document: dict[str, Any], options: VerifyOptions) -> Verification:
     """Log the report, and return the outcome with what is wrong with the records in one line."""
     if not (report.records or report.run_faults):
         raise UsageError(f"{path}: contains no records")
-    _log_report(report, log)
+    _log_report(report, options.log)
     failures = [*report.run_faults]
+    if not options.allow_incomplete and any(STOPPED_EARLY in note for note in report.run_notes):
+        failures.append("the run stopped early: resume it, or accept it with --allow-incomplete")
     if report.signatures_bad:
         failures.append(f"{report.signatures_bad} of {report.records} records have no valid signature")
     if report.different:

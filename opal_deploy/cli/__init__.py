@@ -140,6 +140,10 @@ def _options(
 
 def main() -> None:
     """Run the console script `opal-deploy`."""
+    # closed streams, as of services: Python has None for them
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # to the end of the process
     # Pillow warns about odd metadata; what matters becomes an error record
     warnings.filterwarnings("ignore", module=r"PIL\b")
     app()

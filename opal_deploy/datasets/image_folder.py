@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from opal_deploy.artifact.files import find_delimiter
 from opal_deploy.datasets.samples import (
     IMAGE_SUFFIXES,
     Adapter,
@@ -24,6 +25,7 @@ from opal_deploy.datasets.samples import (
     Sample,
     build_listing,
     display_path,
+    is_skipped,
     list_images,
     read_text,
     shorten_list,
@@ -85,13 +87,15 @@ def _find_splits(root: Path) -> dict[str, Path]:
 
 def subfolders(folder: Path) -> list[Path]:
     """Return the folders in a folder, sorted by name, without hidden ones."""
-    return sorted((p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")), key=lambda p: p.name)
+    folders = (p for p in folder.iterdir() if p.is_dir() and not is_skipped(p))
+    return sorted(folders, key=lambda p: p.name)
 
 
 def _read_rows(path: Path) -> Iterator[dict[str, str]]:
     """Yield the rows of a CSV file by lower-case column, without blanks around values."""
     try:
-        for row in csv.DictReader(read_text(path, _LIST_ADVICE).splitlines()):
+        lines = read_text(path, _LIST_ADVICE).splitlines()
+        for row in csv.DictReader(lines, delimiter=find_delimiter(lines[0] if lines else "")):
             yield {str(name).strip().lower(): str(value or "").strip() for name, value in row.items()}
     except csv.Error as error:
         raise UsageError(f"{path}: not a table of comma-separated values ({error}); {_LIST_ADVICE}") from None
@@ -102,7 +106,10 @@ def _read_csv(folder: Path) -> Listing:
     path = folder / _LIST
     samples: dict[str, list[tuple[Path, str]]] = defaultdict(list)
     for number, row in enumerate(_read_rows(path), 2):
-        image, label = row.get("image") or row.get("filename"), row.get("label")
+        image, label = (
+            (row.get("image") or row.get("filename") or row.get("file")),
+            row.get("label") or row.get("class"),
+        )
         split = _SPLITS.get((row.get("split") or "train").lower())
         if not (image and label and split):
             raise UsageError(f"{path}, line {number}: no image, no label or no known split; {_LIST_ADVICE}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from opal_deploy.artifact import files
 from opal_deploy.artifact.files import read_json
 from opal_deploy.errors import UsageError, require
 from opal_deploy.preprocess.geometry import Box
@@ -22,8 +23,25 @@ from opal_deploy.preprocess.geometry import Box
 Crop = Literal["boxes"]
 
 IMAGE_SUFFIXES = frozenset(
-    (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".jp2")
+    (
+        ".jpg",
+        ".jpeg",
+        ".jpe",
+        ".jfif",
+        ".png",
+        ".webp",
+        ".bmp",
+        ".gif",
+        ".tif",
+        ".tiff",
+        ".ppm",
+        ".pgm",
+        ".avif",
+        ".jp2",
+    )
 )
+# folders that systems and editors leave next to photographs
+_LEFT_BY_SYSTEMS = frozenset(("__MACOSX", "@eaDir"))
 # the share of the second part of a stratified split, and the seed of its shuffle
 SPLIT_FRACTION, SPLIT_SEED = 0.2, 42
 # file of a training run with paths on this machine, which neither checkpoints nor exports carry
@@ -162,10 +180,15 @@ def missing_files(folder: Path, *names: str) -> list[str]:
     return [name.replace("|", " or ") for name in names if not any(map(exists, name.split("|")))]
 
 
+def is_skipped(folder: Path) -> bool:
+    """Return whether a folder holds no photographs: a hidden one, one that a system left, or a run of `infer`."""
+    return folder.name[0] == "." or folder.name in _LEFT_BY_SYSTEMS or (folder / "run.json").is_file()
+
+
 def read_text(path: Path, advice: str) -> str:
     """Return a UTF-8 list's text without byte order mark; UsageError with `advice` if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return files.read_text(path)
     except OSError as error:
         raise unreadable_error(error, path, advice) from None
     except UnicodeDecodeError as error:
@@ -292,6 +315,6 @@ def list_images(folder: Path) -> list[Path]:
 
     paths: list[Path] = []
     for parent, inner, names in os.walk(folder, onerror=refuse):
-        inner[:] = [name for name in inner if name[0] != "."]
+        inner[:] = [name for name in inner if not is_skipped(Path(parent, name))]
         paths += [Path(parent, name) for name in names if name[0] != "."]
     return sorted(path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES)

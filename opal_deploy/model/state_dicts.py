@@ -5,7 +5,9 @@ from __future__ import annotations
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,10 @@ def load_torch_file(path: Path) -> Any:
     Raises:
         CheckpointError: the file is damaged, or holds objects that only unsafe loading accepts.
     """
+    with suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+        # PyTorch does not compare checksums
+        if (damaged := archive.testzip()) is not None:
+            raise CheckpointError(f"{path}: damaged in {damaged}; copy or train it again")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about formats that are refused next

@@ -9,8 +9,10 @@ ignores CUDA_VISIBLE_DEVICES.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,8 +45,36 @@ _CLOCK_REASONS = {
 
 
 def available_cpus() -> int:
-    """Return the number of CPUs that this process may use: its affinity, not the machine's count."""
-    return len(available_cpu_ids())
+    """Return the number of CPUs that this process may use: the smaller of its affinity and its container's quota."""
+    quota = read_cpu_quota()
+    return len(available_cpu_ids()) if quota is None else max(1, min(len(available_cpu_ids()), math.ceil(quota)))
+
+
+def read_cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
+    """Return the CPUs that control groups (v1 or v2, nested) let this process use at a time; None for no limit."""
+    limits = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in own.read_text("utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            base = root / "cpu" if controllers else root
+            inner = Path(path.lstrip("/"))
+            # in a container the group's own files lie at the root
+            for folder in {base, *(base / part for part in (inner, *inner.parents))}:
+                limits += _read_quota(folder)
+    return min(limits, default=None)
+
+
+def _read_quota(folder: Path) -> list[float]:
+    """Return a control group's CPUs; none without a limit."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (folder / "cpu.max").read_text("ascii").split()
+        return [] if quota == "max" else [int(quota) / int(period)]
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = ((folder / f"cpu.cfs_{name}_us").read_text("ascii") for name in ("quota", "period"))
+        return [int(quota) / int(period)] if int(quota) > 0 else []
+    return []
 
 
 def has_vnni(path: Path = Path("/proc/cpuinfo")) -> bool:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-from opal_deploy.artifact.files import compute_sha256, read_text
+from opal_deploy.artifact.files import compute_sha256, find_delimiter, read_text
 from opal_deploy.errors import ImageError, UsageError, first_line
 from opal_deploy.options import DEFAULT_CONFIDENCE
 from opal_deploy.preprocess.geometry import Box, RelativeBox
@@ -34,6 +34,7 @@ T = TypeVar("T")
 # the argument of --labels that means the names of the folders
 FOLDERS = "folders"
 
+COLUMNS = {"filename": "image", "file": "image", "path": "image", "class": "label", "image": "image", "label": "label"}
 _CORNER_COLUMNS = ("image", "x0", "y0", "x1", "y1")
 _SIZE_COLUMNS = ("image", "x", "y", "width", "height")
 # tells MegaDetector's results from a COCO file
@@ -193,9 +194,15 @@ def _read_csv(
     shown: str, text: str, *choices: tuple[str, ...]
 ) -> Iterator[tuple[int, tuple[str, ...], list[str | None]]]:
     """Yield line, columns and values of a CSV file's rows, for the first choice of columns it has; raise UsageError."""
-    reader, expected = csv.DictReader(io.StringIO(text, newline="")), " or ".join(map(",".join, choices))
+    delimiter = find_delimiter(text.partition("\n")[0])
+    reader, expected = (
+        csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter),
+        " or ".join(map(",".join, choices)),
+    )
     try:
-        header = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+        stripped = [name.strip() for name in reader.fieldnames or ()]
+        # Kaggle's lists have `Image,Label`, `filename,label`
+        header = reader.fieldnames = [COLUMNS.get(name.lower(), name) for name in stripped]
         columns = next((choice for choice in choices if set(choice) <= set(header)), None)
         if columns is None:
             raise UsageError(f"{shown}: columns {', '.join(header)[:80] or 'none'}; expected {expected}")

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO, cast
 
-from opal_deploy.artifact.files import model_kind
+from opal_deploy.artifact.files import find_encoding, model_kind
 from opal_deploy.errors import ImageError, StoppedEarly, UsageError
 from opal_deploy.records.run_files import OVERLAYS, RESULTS, SHEETS
 from opal_deploy.remote import RemoteFile, is_url, list_files, redact
@@ -307,7 +307,10 @@ def file_lines(file: Location) -> Iterator[str]:
     """Yield the paths and URLs in a UTF-8 text file, one per line; raise UsageError or StoppedEarly."""
     try:
         opened = file.open("rb") if isinstance(file, Path) else file.open()
-        with io.TextIOWrapper(opened, encoding="utf-8-sig", errors="surrogateescape", newline="\n") as stream:
+        buffered = opened if hasattr(opened, "peek") else io.BufferedReader(cast(io.RawIOBase, opened))
+        encoding = find_encoding(buffered.peek(2)[:2])
+        errors = "surrogateescape" if encoding == "utf-8-sig" else "replace"
+        with io.TextIOWrapper(buffered, encoding=encoding, errors=errors, newline="\n") as stream:
             yield from _read_names(stream)
     except (OSError, ImageError) as error:
         if isinstance(error, ImageError) and error.code == "storage_unavailable":

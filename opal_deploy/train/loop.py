@@ -253,9 +253,10 @@ def set_up(run: Run, network: OpalNetwork) -> Trained:
     options, fabric = run.options, run.fabric
     if fabric.world_size > 1 and fabric.device.type == "cuda":
         get_library(options.backbone).convert_sync_batch_norm(network)
-    model: Any = NetworkTerms(network, adversarial=options.adversarial > 0)
+    objective = make_objective(options, run.data, network.head)
+    model: Any = NetworkTerms(network, adversarial=options.adversarial > 0, apart=objective.apart > 0)
     model, optimizer = fabric.setup(model, torch.optim.Adam(network.parameters(), lr=options.lr))
-    return Trained(network, model, optimizer, make_objective(options, run.data, network.head))
+    return Trained(network, model, optimizer, objective)
 
 
 # fit the head ---------------------------------------------------------------------------------------------------------
@@ -281,9 +282,7 @@ def fit_frozen(
     def make_objective_of(head: OpalHead) -> Objective:
         objective = make_objective(options, run.data, head)
         keep_off = objective.keep_off if options.keep_off else options.foreground
-        # without single cells as evidence nothing can be kept apart
-        apart = options.apart if head.config.evidence == "exact" else 0.0
-        return replace(objective, keep_off=keep_off, apart=apart)
+        return replace(objective, keep_off=keep_off)
 
     answers = None
     if loaders.val is None:

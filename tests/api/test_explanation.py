@@ -124,3 +124,8 @@ def test_nothing_from_outside_becomes_markup(model, paths):
         assert {tag for tag, _ in page(shown)} <= ELEMENTS
         assert not any(name.startswith("on") for _, attributes in page(shown) for name in attributes)
     assert "\n" not in str(Explanation(record))
+
+
+def test_a_model_is_pickled_as_its_file_and_opens_again(model):
+    again = pickle.loads(pickle.dumps(model))  # noqa: S301  # our own
+    assert (again.path, again.sha256, again.description) == (model.path, model.sha256, model.description)

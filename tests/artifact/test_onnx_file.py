@@ -126,3 +126,10 @@ def test_keys_of_a_later_version_are_kept_where_a_file_is_written_again(exported
     onnx_file.rewrite_metadata(path, replace(onnx_file.read_metadata(path), crop="boxes"))
     _check(path)
     assert onnx_file.read_metadata(path).unknown == invented
+
+
+def test_weights_in_other_files_are_refused_since_no_digest_covers_them(exported, tmp_path):
+    model = onnx.load(exported)
+    onnx.save(model, tmp_path / "side.onnx", save_as_external_data=True, location="side.bin", size_threshold=0)
+    with pytest.raises(ArtifactError, match="other files"):
+        onnx_file.read_metadata(tmp_path / "side.onnx")

@@ -5,6 +5,7 @@ import json
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
+from opal_deploy import verify
 from opal_deploy.auditing.verify_records import verify_signatures
 from opal_deploy.records.build import error_record
 from opal_deploy.records.lines import to_json_line
@@ -22,7 +23,7 @@ def signer(tmp_path_factory):
     key = ed25519.Ed25519PrivateKey.generate()
     write(folder / "key.pem", key)
     write(folder / "public.pem", key, public=True)
-    return Signer(folder / "key.pem", print), PublicKeys([folder / "public.pem"])
+    return Signer(folder / "key.pem", print), PublicKeys([folder / "public.pem"]), folder / "public.pem"
 
 
 @pytest.fixture
@@ -125,3 +126,10 @@ def test_the_run_json_of_another_run_is_refused(run, check, tmp_path):
     run()
     (out / "run.json").write_bytes(other)
     assert "run.json: some records are of another run" in ", ".join(check(out).run_faults)
+
+
+def test_an_earlier_state_of_a_run_is_refused_unless_asked_for(run, signer):
+    out = run(range(5), complete=False)
+    options = {"public_key": (signer[2],), "log": print}
+    assert "stopped early" in verify(out, **options).failure
+    assert not verify(out, allow_incomplete=True, **options).failure

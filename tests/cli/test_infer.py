@@ -213,3 +213,14 @@ def test_openvino_gives_the_records_of_onnx_runtime(opal, infer, pictures, exact
         assert b["prediction"]["cosine"] == pytest.approx(a["prediction"]["cosine"], abs=1e-5)
         assert [slot["cell"] for slot in b["evidence"]] == [slot["cell"] for slot in a["evidence"]]
     check(opal("verify", "b", "--model", exact_model, "--runtime", "openvino", cwd=tmp_path))
+
+
+def test_closed_streams_are_no_error(exact_model, pictures, tmp_path):
+    # as services and windowed programs start it
+    call = (
+        f"{sys.executable} -m opal_deploy infer {pictures} --model {exact_model} --no-isolate --out {tmp_path / 'out'}"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["bash", "-c", f"exec {call} >&- 2>&-"], timeout=120, env=environment)
+    assert done.returncode == 0
+    assert read_results(out)

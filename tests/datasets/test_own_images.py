@@ -23,6 +23,24 @@ class TestImageFolder:
         names = {s.path.name for s in [*found.train, *found.val] if s.label == 0}
         assert names == {"0.png", "1.png", "2.png", "3.png", "4.png", "UPPER.PNG", "photo.JPeG"}
 
+    def test_what_systems_and_runs_leave_is_no_class_and_browsers_names_are_images(self, tmp_path):
+        write_class_folders(tmp_path)
+        for name in (
+            "@eaDir/a.jpg",
+            "a/@eaDir/thumb.jpg",
+            "__MACOSX/b.jpg",
+            ".ipynb_checkpoints/c.jpg",
+            "out/overlays/d.jpg",
+        ):
+            draw(tmp_path / name)
+        (tmp_path / "out/run.json").write_text("{}")
+        for name in ("saved.jfif", "SAVED.JPE"):
+            draw(tmp_path / "a" / name)
+        found = read_dataset(tmp_path)
+        assert found.class_names == ["a", "b"]
+        assert {"saved.jfif", "SAVED.JPE"} < {sample.path.name for sample in [*found.train, *found.val]}
+        assert len(found.train) + len(found.val) == 12
+
     @pytest.mark.parametrize("names", [("train", "valid", "test"), ("Training", "VALIDATION", "Testing")])
     def test_split_folders_are_taken_as_they_are(self, tmp_path, names):
         for split, count in zip(names, (4, 2, 3), strict=True):

@@ -274,3 +274,11 @@ def test_class_names_are_read_one_a_line(tmp_path):
         path.write_bytes(content)
         with pytest.raises(UsageError, match=message):
             checkpoint.read_class_names(path)
+
+
+def test_a_flipped_bit_is_found_by_the_archives_checksum(ours, tmp_path):
+    data = bytearray(ours.read_bytes())
+    # in the middle of the weights, where PyTorch would load it in silence
+    data[len(data) // 2] ^= 1
+    (tmp_path / "flipped.pt").write_bytes(data)
+    assert "damaged in " in refusal(tmp_path / "flipped.pt")

@@ -8,7 +8,7 @@ import pytest
 from opal_deploy.errors import MissingExtra
 from opal_deploy.runtime import cuda
 from opal_deploy.runtime.cuda import Cuda, load_cuda_libraries
-from opal_deploy.runtime.devices import has_vnni
+from opal_deploy.runtime.devices import has_vnni, read_cpu_quota
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,28 @@ def test_a_library_that_is_not_found_does_not_keep_the_others_from_loading(monke
     load_cuda_libraries()
     # each before the one that needs it
     assert names.index("cublasLt") < names.index("cublas") < names.index("cudnn")
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cpus"),
+    [
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "250000 100000"}, 2.5),
+        ("0::/\n", {"cpu.max": "200000 100000"}, 2.0),
+        ("0::/\n", {"cpu.max": "max 100000"}, None),
+        (
+            "3:memory:/x\n4:cpu,cpuacct:/x\n",
+            {"cpu/x/cpu.cfs_quota_us": "50000", "cpu/x/cpu.cfs_period_us": "100000"},
+            0.5,
+        ),
+        ("4:cpu,cpuacct:/x\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        (None, {}, None),
+    ],
+)
+def test_a_containers_quota_of_cpus_is_read(tmp_path, groups, files, cpus):
+    own = tmp_path / "own"
+    if groups is not None:
+        own.write_text(groups)
+    for name, text in files.items():
+        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / name).write_text(text)
+    assert read_cpu_quota(tmp_path / "root", own) == cpus

@@ -95,7 +95,7 @@ def make_pipe(folder):
         (boxes, detections(images=[]), "no images"),
         (boxes, detections(detection_categories={"1": "dog"}), "no animal"),
         (boxes, detections(images=[{"file": "a.png"}, {"file": "./a.png"}]), "two entries for a.png"),
-        (labels, "image,class\na,b\n", "columns image, class"),
+        (labels, "image,kind\na,b\n", "columns image, kind"),
         (labels, "image,label\n", "no labels"),
         (labels, "image,label\na\n", "line 2"),
         (labels, "image,label\na,x\n./a,y\n", "two labels for a"),
@@ -164,3 +164,15 @@ def test_the_identity_of_labels_is_their_content(tmp_path):
     one, other, again = (labels(tmp_path, f"image,label\na,{label}\n").identity for label in "bcb")
     assert one == again != other
     assert read_labels("folders").identity == "folders"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "Image;Label\na.jpg;ash\n".encode("utf-8-sig"), "image,label\r\na.jpg,ash\r\n".encode("utf-16"),
+        b"filename\tclass\na.jpg\tash\n",
+    ],
+)  # fmt: skip
+def test_tables_of_excel_powershell_and_kaggle_are_read(tmp_path, data):
+    (tmp_path / "labels.csv").write_bytes(data)
+    assert read_labels(str(tmp_path / "labels.csv")).find("in/a.jpg") == "ash"

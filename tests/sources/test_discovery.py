@@ -178,3 +178,9 @@ def test_a_folder_that_vanishes_during_the_run_is_one_error(tmp_path):
     first = next(images)
     shutil.rmtree(tmp_path / "in/vanishing")
     assert statuses([first, *images]) == {"0.png": "ok", "vanishing": "unreadable", "z.png": "ok"}
+
+
+def test_a_list_in_utf_16_is_read(tmp_path):
+    save(tmp_path / "ä.png")
+    (tmp_path / "list.txt").write_bytes(f"{tmp_path / 'ä.png'}\r\n".encode("utf-16"))
+    assert names(f"@{tmp_path / 'list.txt'}") == ["ä.png"] or names(f"@{tmp_path / 'list.txt'}")[0].endswith("ä.png")
