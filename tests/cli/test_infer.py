@@ -217,9 +217,8 @@ def test_openvino_gives_the_records_of_onnx_runtime(opal, infer, pictures, exact
 
 def test_closed_streams_are_no_error(exact_model, pictures, tmp_path):
     # as services and windowed programs start it
-    call = (
-        f"{sys.executable} -m opal_deploy infer {pictures} --model {exact_model} --no-isolate --out {tmp_path / 'out'}"
-    )
+    out = tmp_path / "out"
+    call = f"{sys.executable} -m opal_deploy infer {pictures} --model {exact_model} --no-isolate --out {out}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(["bash", "-c", f"exec {call} >&- 2>&-"], timeout=120, env=environment)
     assert done.returncode == 0
