@@ -8,6 +8,7 @@ import pytest
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.artifact.preprocessing import InputForm
 from opal_deploy.bench.measurement import Target
 from opal_deploy.bench.models import TimedModel
 from opal_deploy.bench.options import PipelineOptions
@@ -41,9 +42,9 @@ def items(tmp_path, make_pictures):
 
 def test_whole_batches_of_usable_images_are_decoded(items):
     items[1].source.write_bytes(b"no image")
-    assert decode_images(items, (32, 48), 5).shape == (10, 32, 48, 3)
+    assert decode_images(items, InputForm(32, 48), 5).shape == (10, 32, 48, 3)
     with pytest.raises(UsageError, match=r"11 usable images for a batch of 12; give more, or a smaller --batch"):
-        decode_images(items, (32, 32), 12)
+        decode_images(items, InputForm(32, 32), 12)
 
 
 def measure(session, items, progress=lambda done, total: None, **options):

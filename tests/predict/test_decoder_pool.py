@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from opal_deploy.artifact.preprocessing import InputForm
 from opal_deploy.errors import ImageError
 from opal_deploy.predict.decoder_pool import DecoderPool
 from opal_deploy.predict.prepare import InferenceOptions
@@ -69,7 +70,7 @@ def image(tmp_path):
 
 def open_pool(rows=1, **options):
     options = {"workers": 1, "isolate": True, **options}
-    return DecoderPool(InferenceOptions(**options), INPUT_SIZE, NO_OP_TIMER, slots=160, rows=rows)
+    return DecoderPool(InferenceOptions(**options), InputForm(*INPUT_SIZE), NO_OP_TIMER, slots=160, rows=rows)
 
 
 def prepare_all(pool, images):

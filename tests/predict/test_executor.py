@@ -14,7 +14,7 @@ from opal_deploy.errors import ImageError, OutOfMemory, StoppedEarly, UsageError
 from opal_deploy.predict import prepare
 from opal_deploy.predict.executor import open_decoders, predict_batches, predict_stream
 from opal_deploy.predict.prepare import InferenceOptions
-from opal_deploy.preprocess.resize import to_input
+from opal_deploy.preprocess.resize import fit_input
 from opal_deploy.records.lines import to_document
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.select import open_sessions
@@ -156,9 +156,9 @@ def test_an_error_of_one_image_is_its_record(monkeypatch):
     def run_out_of_memory(image, *rest):
         if image.getpixel((63, 63))[0] == 2:
             raise MemoryError
-        return to_input(image, *rest)
+        return fit_input(image, *rest)
 
-    monkeypatch.setattr(prepare, "to_input", run_out_of_memory)
+    monkeypatch.setattr(prepare, "fit_input", run_out_of_memory)
     no_box = InputImage("a", shade(1), label="oak", error=ImageError("no_box", "boxes.csv has no box for it"))
     session = BrightSession()
     watch(session, after=overflow)
