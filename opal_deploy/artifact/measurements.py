@@ -47,6 +47,8 @@ NUM_BINS = 15
 # parts of the images, each measured with the temperature fitted on the others
 NUM_FOLDS = 5
 NOT_FITTED = "no temperature was fitted; `opal-deploy evaluate DATA --model MODEL --split val --record` fits one"
+# share of answers below which removal says that there is more than one reason for each
+_FEW = 0.05
 # share of the gradient's energy in the effective field
 ENERGY_SHARE = 0.9
 _SHARES = (("object", "in the object"), ("part", "on a part"), ("distinguishing_part", "on a distinguishing part"))
@@ -299,6 +301,9 @@ def _describe_faithfulness(measured: Faithfulness) -> str:
     removal = measured.removal[0]
     random = removal.changed_random
     beside = "" if random is None else f", without as many random cells {100 * random:.0f} %"
+    # two parts that each tell a class: without one of them the other is enough
+    enough = "; the rest of the image is mostly enough" if removal.changed < _FEW else ""
     return (
-        f"without its cells {100 * removal.changed:.0f} % of {measured.images} answers change{beside} ({removal.fill})"
+        f"without its cells {100 * removal.changed:.0f} % of {measured.images} answers change{beside} "
+        f"({removal.fill}){enough}"
     )

@@ -254,7 +254,7 @@ def set_up(run: Run, network: OpalNetwork) -> Trained:
     if fabric.world_size > 1 and fabric.device.type == "cuda":
         get_library(options.backbone).convert_sync_batch_norm(network)
     objective = make_objective(options, run.data, network.head)
-    model: Any = NetworkTerms(network, adversarial=options.adversarial > 0, apart=objective.apart > 0)
+    model: Any = NetworkTerms(network, adversarial=options.adversarial > 0)
     model, optimizer = fabric.setup(model, torch.optim.Adam(network.parameters(), lr=options.lr))
     return Trained(network, model, optimizer, objective)
 
@@ -282,7 +282,9 @@ def fit_frozen(
     def make_objective_of(head: OpalHead) -> Objective:
         objective = make_objective(options, run.data, head)
         keep_off = objective.keep_off if options.keep_off else options.foreground
-        return replace(objective, keep_off=keep_off)
+        # without single cells as evidence nothing can be kept apart; in fine-tuning, slots went into the background
+        apart = options.apart if head.config.evidence == "exact" else 0.0
+        return replace(objective, keep_off=keep_off, apart=apart)
 
     answers = None
     if loaders.val is None:

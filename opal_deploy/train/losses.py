@@ -13,7 +13,7 @@ mean of the class's scores, which `evaluate --attack-outside` attacks in more st
 
 with the drop taken at the cells of the unchanged image.
 
-**Slots apart**: all slots of a class may answer to one part. The loss gains, weighted, the
+**Slots apart**, while the head is fitted: all slots of a class may answer to one part. The loss gains, weighted, the
 cross-entropy with the scores that the labelled class's slots have where each, the strongest first, stays more than 1.5
 cells away from those before it.
 """
@@ -110,9 +110,7 @@ def make_objective(options: TrainOptions, data: DataSet, head: OpalHead) -> Obje
     if options.class_weights == "balanced":
         weights = torch.tensor(balance_classes(data), device=next(head.parameters()).device)
     scale = find_logit_scale(head, options.anchor_probability)
-    # without single cells as evidence nothing can be kept apart
-    apart = options.apart if head.config.evidence == "exact" else 0.0
-    return Objective(options.region_weight, options.adversarial, apart, weights, scale)
+    return Objective(options.region_weight, options.adversarial, class_weights=weights, scale=scale)
 
 
 def balance_classes(data: DataSet) -> list[float]:
@@ -182,13 +180,12 @@ class NetworkTerms(nn.Module):
 
     Attributes:
         adversarial: whether images changed outside the boxes are trained on, too.
-        apart: see `HeadTerms`.
     """
 
-    def __init__(self, network: OpalNetwork, *, adversarial: bool = False, apart: bool = False) -> None:
+    def __init__(self, network: OpalNetwork, *, adversarial: bool = False) -> None:
         super().__init__()
         self.backbone = network.backbone
-        self.terms = HeadTerms(network.head, apart=apart)
+        self.terms = HeadTerms(network.head)
         self.adversarial = adversarial
         self._config, self._grid = network.config, network.grid
 

@@ -149,7 +149,7 @@ class TrainOptions(Options):
         "Weight of keeping the slots off the background, which is found without labels, while the head is fitted.",
         min=0, default="1 (grounded), 0 (paper)")] = 0.0
     apart: Annotated[float, _tuning(
-        "Weight of keeping the slots of a class on different parts.", min=0,
+        "Weight of keeping the slots of a class on different parts while the head is fitted.", min=0,
         default="0.5 (grounded), 0 (paper)")] = 0.0
     adversarial: Annotated[float, _tuning(
         "Weight of the loss on images attacked outside the boxes. Triples training time.", min=0, default="0")] = 0.0

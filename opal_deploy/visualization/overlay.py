@@ -48,7 +48,7 @@ _PAGE_LETTERS = 1 / 38
 # longest side of a JPEG
 _MAX_JPEG_SIDE = 65_500
 # opacity and colours of the strongest cell's tint
-_TINT, _FOR, _AGAINST = 0.55, (222, 45, 38), (49, 100, 210)
+_TINT, _FOR, _AGAINST = 0.55, (222, 45, 38), (40, 40, 40)
 # smallest width of the caption in font sizes
 _MIN_WIDTH_EM = 22
 
@@ -155,7 +155,7 @@ def draw_overlay(image: Image.Image, record: Record) -> Image.Image:
 
 
 def paint_shares(image: Image.Image, shares: NDArray[np.floating], crop: tuple[int, int, int, int]) -> Image.Image:
-    """Return a photograph with each cell tinted by its share of the logit: red speaks for the class, blue against it.
+    """Return a photograph with each cell tinted by its share of the logit: red speaks for the class, black against it.
 
     Cells are drawn as they are, since a smoothed map would not add up to the logit. The strongest cell is half opaque.
 

@@ -120,10 +120,15 @@ class _Sheet:
 
     def finish(self) -> Drawing:
         """Return the sheet."""
-        note = "A box is where a slot's score was read; the patches show it with what lies around it."
+        notes = [
+            "A numbered slot is a detector that the class learned; its box is where it answered most strongly. "
+            "The cosine says how well the image matches the class, at most 1."
+        ]
         if self.metadata.evidence == "regions":
-            note = "Red cells speak for the class, blue ones against it; a box holds neighbouring strong cells."
-        self._lines(note, _SMALL, FAINT)
+            notes = ["Red cells speak for the class, black ones against it; a box holds neighbouring strong cells."]
+        if self.crop != (0, 0, *self.size):
+            notes.append("The white frame is what the model saw.")
+        self._lines(" ".join(notes), _SMALL, FAINT)
         self.drawing.height = self.y + _MARGIN - 8
         return self.drawing
 
@@ -263,7 +268,8 @@ class _Sheet:
 
     def _lines(self, text: str, size: int, color: RGB = INK, *, lines: int = 2, bold: bool = False) -> None:
         """Add wrapped text across the sheet."""
-        for line in wrap_text(text, size, self.width - 2 * _MARGIN, lines):
+        # a PNG's larger letters are a little wider than those measured
+        for line in wrap_text(text, size, 0.97 * (self.width - 2 * _MARGIN), lines):
             self.y += round(size * 1.35)
             self._text(_MARGIN, self.y - round(size * 0.35), line, size, color, bold=bold)
 

@@ -191,7 +191,7 @@ def test_a_state_dict_a_module_and_the_command_give_the_same_records(tmp_path, o
     records = read_results(tmp_path / "run")
     assert [record["overlay"] for record in records] == ["overlays/000000-0.jpg", "overlays/000001-1.jpg"]
     check(opal("explain", "in/0.png", "--model", "best.opal.onnx", "--out", "s.svg", cwd=tmp_path))
-    assert "Red cells" in (tmp_path / "s.svg").read_text("utf-8")
+    assert "Red cells speak for the class" in (tmp_path / "s.svg").read_text("utf-8")
     out = tmp_path / "module.onnx"
     opal_deploy.export_model(
         module, classes=["ash", "birch", "elm"], preprocess=str(tmp_path / "config.json"), out=out, threads=1

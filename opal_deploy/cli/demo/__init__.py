@@ -167,12 +167,10 @@ def _report_whole_job(demo: _Demo, data: Path, model: Path, figures: dict[str, A
         raise UsageError(
             "no test image was classified correctly, so its evidence shows nothing; train longer (--epochs)"
         )
-    print_message(f"\nAccuracy: {accuracy:.1%} of {figures['images']} test images.")
     part = pointing["distinguishing_part"]
-    ratio = part["mean"] / part["random"]
     print_message(
-        f"Evidence: {part['mean']:.1%} on a part that distinguishes the species, {ratio:.1f} times the rate of random "
-        f"cells of the creature ({part['random']:.1%})."
+        f"\nEvidence: {part['mean']:.0%} of the boxes lie on a part that tells the species from the others; by chance "
+        f"{part['random']:.0%}.\nAccuracy: {accuracy:.1%} of {figures['images']} test images."
     )
     print_message(
         f"\nDone in {time.perf_counter() - demo.started:.0f} s. Open {demo.out / 'explanations' / 'report.html'}. "
@@ -229,11 +227,12 @@ def _report_quick(demo: _Demo, data: Path, results: Path, metadata: Metadata) ->
         pointing_game={"distinguishing_part": {"mean": hits, "count": len(shares), "random": random}},
     )  # fmt: skip
     print_message(
-        f"Accuracy: {correct} of {len(records)} images ({correct / len(records):.1%}); the same answers in random "
-        f"order: {chance:.1%}"
+        f"Evidence: {hits:.0%} of the boxes lie on a part that tells the species from the others; by chance "
+        f"{random:.0%}"
     )
     print_message(
-        f"Evidence: {hits:.1%} on a part that distinguishes the species; random cells of the creature: {random:.1%}"
+        f"Accuracy: {correct} of {len(records)} images ({correct / len(records):.0%}); the same answers in random "
+        f"order: {chance:.0%}"
     )
 
 

@@ -42,6 +42,11 @@
     };
   }
 
+  const byStrength = (record) => {
+    const strength = ({ contribution, score }) => contribution ?? score;
+    return { ...record, evidence: [...record.evidence].sort((a, b) => strength(b) - strength(a)) };
+  };
+
   function topTable(d) {
     const body = d.top.map(([label, value]) => el("tr", null, el("td", null, bdi(labels[label])), el("td", { class: "n" }, number(value))));
     return table("top", [["class"], [d.cosine ? "cosine" : "logit", NUMERIC]], body);
@@ -118,7 +123,7 @@
       figure.append(el("p", { class: "note" }, link, " (file next to this page)"));
     }
     if (row[STATUS] !== FAILED) {
-      text.append(...(d.slots.length ? [el("h3", null, "Slots"), evidence.evidenceTable(record(position), { look: look(position) })] : [el("p", { class: "note" }, config.no_evidence)]));
+      text.append(...(d.slots.length ? [el("h3", null, "Slots"), evidence.evidenceTable(byStrength(record(position)), { look: look(position) })] : [el("p", { class: "note" }, config.no_evidence)]));
       if (d.top.length) text.append(el("h3", null, "Closest classes"), topTable(d));
     }
     const title = el("h2", { id: "sheet-title", tabindex: "-1" }, bdi(row[NAME]));
