@@ -12,6 +12,7 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 import opal_deploy
+from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.synthetic import draw_example
 from tests.browser import CHROMIUM, ORT_WEB, needs_chromium, needs_ort_web
 from tests.builders import build_checkpoint, export_onnx
@@ -22,6 +23,9 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+OFFSET = -0.3
+
+
 def program(language):
     return re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[1]
 
@@ -30,7 +34,10 @@ def program(language):
 def folder(tmp_path_factory, opal):
     """A folder with the files that the page's programs read, and an image."""
     folder = tmp_path_factory.mktemp("programs")
-    export_onnx(build_checkpoint(), folder / "best.onnx", input="image")
+    checkpoint = build_checkpoint()
+    # boxes that lie off the cells' places
+    checkpoint.receptive_field = ReceptiveField(checkpoint.network.backbone.stride, box_offset=OFFSET)
+    export_onnx(checkpoint, folder / "best.onnx", input="image")
     described = opal("inspect", folder / "best.onnx", "--json").stdout
     (folder / "best.json").write_text(described)
     (folder / "labels.txt").write_text("\n".join(json.loads(described)["metadata"]["class_names"]))
@@ -62,7 +69,11 @@ def test_cpp(folder):
     openvino = pytest.importorskip("openvino").__path__[0]
     metadata = json.loads((folder / "best.json").read_text())["metadata"]
     (rows, columns), slots = metadata["grid"], metadata["prototypes_per_class"]
-    code = program("cpp").replace("rows = 14, columns = 14, slots = 5", f"{rows = }, {columns = }, {slots = }")
+    code = (
+        program("cpp")
+        .replace("offset = 0;", f"offset = {OFFSET};")
+        .replace("rows = 14, columns = 14, slots = 5", f"{rows = }, {columns = }, {slots = }")
+    )
     (folder / "explain.cpp").write_text(code)
     command = re.search(r"^\$ (g\+\+ .*)$", PAGE, re.MULTILINE)[1]
     subprocess.run(["sh", "-c", command], cwd=folder, env={"PATH": "/usr/bin:/bin", "OPENVINO": openvino}, check=True)
