@@ -13,15 +13,9 @@ from tests.golden.make import TRAINING
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir() and path.name != "__pycache__")
 MODELS = (
-    "model.pt",
-    "model.onnx",
-    "model.fp16.onnx",
-    "model.int8.onnx",
-    "model.bf16.onnx",
-    "early.onnx",
-    "pip.onnx",
+    "model.pt", "model.onnx", "model.fp16.onnx", "model.int8.onnx", "model.bf16.onnx", "early.onnx", "pip.onnx",
     "proto.onnx",
-)
+)  # fmt: skip
 CPU = ("--device", "cpu", "--threads", "1")
 
 

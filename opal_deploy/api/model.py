@@ -23,7 +23,7 @@ from opal_deploy.logs import ProgressChoice, WarningLine, as_progress, log_line,
 from opal_deploy.options import RuntimeName
 from opal_deploy.predict.executor import predict_stream
 from opal_deploy.predict.prepare import InferenceOptions
-from opal_deploy.predict.setup import log_cautions
+from opal_deploy.predict.setup import find_default_model, log_cautions
 from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, FileSource, Source, check_array
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.decision import THRESHOLDS, Decision
@@ -151,12 +151,9 @@ class Model:
         box_list = _parse_boxes(boxes, len(sources), one=one)
         self._caution(boxed=boxes is not None)
         options = InferenceOptions(
-            batch=self._choose_batch(batch),
-            top=top,
-            decision=self._decide(thresholds, self.predict),
-            max_pixels=max_pixels,
-            model_sha256=self.sha256,
-        )
+            batch=self._choose_batch(batch), top=top, decision=self._decide(thresholds, self.predict),
+            max_pixels=max_pixels, model_sha256=self.sha256,
+        )  # fmt: skip
         found = [InputImage(source_name(source), source, box) for source, box in zip(sources, box_list, strict=True)]
         records = Explanations()
         with show_progress("predict") if progress is True else nullcontext(as_progress(progress)) as report:
@@ -215,10 +212,7 @@ class Model:
                 yield Explanation(result.record, Origin(self, kept, None, options))
 
     def encode_sheet(
-        self,
-        image: InputImage,
-        path: str | os.PathLike[str],
-        options: InferenceOptions | None = None,
+        self, image: InputImage, path: str | os.PathLike[str], options: InferenceOptions | None = None
     ) -> bytes:
         """Return the evidence sheet of an image as the bytes of a .png or .svg file, by the suffix of `path`.
 
@@ -274,16 +268,10 @@ class Model:
         from opal_deploy.api.service import Service
 
         options = InferenceOptions(
-            batch=self._choose_batch(batch),
-            workers=workers,
-            max_pixels=max_pixels,
-            top=top,
-            decision=self._decide(thresholds, self.serve),
-            decode=decode,
-            decode_timeout=decode_timeout,
-            isolate=isolate,
-            model_sha256=self.sha256,
-        )
+            batch=self._choose_batch(batch), workers=workers, max_pixels=max_pixels, top=top,
+            decision=self._decide(thresholds, self.serve), decode=decode, decode_timeout=decode_timeout,
+            isolate=isolate, model_sha256=self.sha256,
+        )  # fmt: skip
         return Service(self.sessions, options, max_wait=max_wait_ms / 1e3, capacity=capacity)
 
     def _choose_batch(self, batch: int | None) -> int:
@@ -402,16 +390,13 @@ def _is_one(images: Any) -> bool:
 
 
 def load(
-    path: str | os.PathLike[str],
-    *,
-    device: str = "auto",
-    threads: int | None = None,
+    path: str | os.PathLike[str] | None = None, *, device: str = "auto", threads: int | None = None,
     runtime: RuntimeName = "auto",
-) -> Model:
+) -> Model:  # fmt: skip
     """Load a model: an ONNX file or engine that `opal-deploy export` wrote, or a checkpoint (which needs torch).
 
     Args:
-        path: the model file.
+        path: the model file, or the folder of one; None: the model that `opal-deploy infer` finds without --model.
         device: `auto`, `cpu`, `cuda`, `cuda:1`, or `0,1` for several GPUs.
         threads: CPU threads of the runtime; None: all that this process may use.
         runtime: `openvino` instead of ONNX Runtime for an ONNX file; `auto` decides by the file.
@@ -422,6 +407,8 @@ def load(
             does not run such a file.
     """
     options: dict[str, Any] = {"device": device, "threads": threads, "runtime": runtime}
+    if path is None or Path(path).is_dir():
+        path = find_default_model(device, runtime, folder=Path(path or ""), option="opal_deploy.load(FILE)")
     model = Model(open_sessions(Path(path), **options), compute_sha256(Path(path)), Path(path))
     model._opened_with = options
     return model

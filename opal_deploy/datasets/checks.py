@@ -90,7 +90,7 @@ def check_dataset(listing: Listing, progress: Progress | None = None) -> DataSet
 def find_header_problems(samples: list[Sample], progress: Progress | None = None) -> dict[Path, str]:
     """Return the unusable files, judged by their headers, with the reasons."""
     reasons: dict[Path, str] = {}
-    for done, (sample, reason) in enumerate(zip(samples, _map_in_threads(_header_problem, samples), strict=True), 1):
+    for done, (sample, reason) in enumerate(zip(samples, map_in_threads(_header_problem, samples), strict=True), 1):
         if reason is not None:
             reasons[sample.path] = reason
         if progress is not None:
@@ -165,7 +165,7 @@ def _group(paths: Iterable[Path], measure: Callable[[Path], Hashable]) -> dict[H
             return path
 
     paths, groups = list(paths), defaultdict(list)
-    for path, key in zip(paths, _map_in_threads(measure_or_path, paths), strict=True):
+    for path, key in zip(paths, map_in_threads(measure_or_path, paths), strict=True):
         groups[key].append(path)
     return groups
 
@@ -175,7 +175,7 @@ def _hash_file(path: Path) -> bytes:
         return hashlib.file_digest(file, hashlib.blake2b).digest()
 
 
-def _map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
     """Yield the function's result for each item, computed in threads, in the order of the items."""
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for start in range(0, len(items), _CHUNK_SIZE):

@@ -12,6 +12,7 @@ the class folders get a warning.
 from __future__ import annotations
 
 import csv
+import unicodedata
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -46,7 +47,8 @@ _LIST, _LIST_ADVICE = "labels.csv", "expected columns image, label and, optional
 def _read_image_folder(root: Path) -> Listing:
     """List the images; `val` is empty where the data set has no such folder."""
     splits = _find_splits(root) or {"train": root}
-    class_names = [folder.name for folder in subfolders(splits["train"])]
+    folders = {split: _group_by_class(folder) for split, folder in splits.items()}
+    class_names = sorted(folders["train"])
     samples: dict[str, list[Sample]] = {}
     problems = []
     unused = [path for folder in {root, *splits.values()} for path in folder.iterdir() if path.is_file()]
@@ -54,12 +56,12 @@ def _read_image_folder(root: Path) -> Listing:
         samples[split] = [
             Sample(path, label)
             for label, name in enumerate(class_names)
-            if (folder / name).is_dir()
-            for path in list_images(folder / name)
+            for class_folder in folders[split].get(name, ())
+            for path in list_images(class_folder)
         ]
         if class_names and not samples[split]:
             problems.append(f"no images in {folder.name}/")
-        if unknown := [path.name for path in subfolders(folder) if path.name not in class_names]:
+        if unknown := sorted(folders[split].keys() - folders["train"].keys()):
             problems.append(f"classes in {folder.name}/ that {splits['train'].name}/ lacks: {shorten_list(unknown)}")
     listing = build_listing("imagefolder", root, class_names, samples)
     images = [path for path in sorted(unused) if path.suffix.lower() in IMAGE_SUFFIXES and path.name[0] != "."]
@@ -67,6 +69,14 @@ def _read_image_folder(root: Path) -> Listing:
         names = shorten_list([display_path(path, root) for path in images])
         listing.data.warnings.append(f"skipped, outside the class folders: {names}")
     return replace(listing, problems=problems, advice=_ADVICE)
+
+
+def _group_by_class(split: Path) -> dict[str, list[Path]]:
+    """Return a split's folders by name, composed (NFC): systems store "ö" as one character or as two."""
+    folders: dict[str, list[Path]] = defaultdict(list)
+    for folder in subfolders(split):
+        folders[unicodedata.normalize("NFC", folder.name)].append(folder)
+    return folders
 
 
 def _find_splits(root: Path) -> dict[str, Path]:
@@ -106,10 +116,8 @@ def _read_csv(folder: Path) -> Listing:
     path = folder / _LIST
     samples: dict[str, list[tuple[Path, str]]] = defaultdict(list)
     for number, row in enumerate(_read_rows(path), 2):
-        image, label = (
-            (row.get("image") or row.get("filename") or row.get("file")),
-            row.get("label") or row.get("class"),
-        )
+        image = row.get("image") or row.get("filename") or row.get("file")
+        label = row.get("label") or row.get("class")
         split = _SPLITS.get((row.get("split") or "train").lower())
         if not (image and label and split):
             raise UsageError(f"{path}, line {number}: no image, no label or no known split; {_LIST_ADVICE}")

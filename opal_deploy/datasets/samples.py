@@ -22,24 +22,9 @@ from opal_deploy.preprocess.geometry import Box
 
 Crop = Literal["boxes"]
 
-IMAGE_SUFFIXES = frozenset(
-    (
-        ".jpg",
-        ".jpeg",
-        ".jpe",
-        ".jfif",
-        ".png",
-        ".webp",
-        ".bmp",
-        ".gif",
-        ".tif",
-        ".tiff",
-        ".ppm",
-        ".pgm",
-        ".avif",
-        ".jp2",
-    )
-)
+IMAGE_SUFFIXES = frozenset((
+    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".jp2"
+))  # fmt: skip
 # folders that systems and editors leave next to photographs
 _LEFT_BY_SYSTEMS = frozenset(("__MACOSX", "@eaDir"))
 # the share of the second part of a stratified split, and the seed of its shuffle

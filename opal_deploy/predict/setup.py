@@ -60,12 +60,12 @@ def load_model(
 
 
 def find_default_model(
-    device: str, runtime: RuntimeName = "auto", log: Log = log_line, *, option: str = "--model"
+    device: str, runtime: RuntimeName = "auto", log: Log = log_line, *, folder: Path = Path(), option: str = "--model"
 ) -> Path:
     """Return the best model that this machine and runtime can run, and log which one and why.
 
-    Searches the working directory or, if it has no model, the newest run below `runs` that has one. Errors name
-    `option` as the way to give a model.
+    Searches the folder or, if it has no model, the newest run below its `runs` that has one. Errors name `option` as
+    the way to give a model.
     """
     # the first device decides: a session refuses devices of different kinds
     _, index = parse_device(split_devices(device)[0])
@@ -76,8 +76,8 @@ def find_default_model(
         return find_incompatibility_here(sidecar, index)
 
     gpu = device != "cpu" and cuda_is_usable()
-    run = find_newest_run(Path(), runtime)
-    folder, prefix, origin = (Path(), "", "") if run is None else (run, "best.", "of the newest exported run in runs; ")
+    run = find_newest_run(folder, runtime)
+    folder, prefix, origin = (folder, "", "") if run is None else (run, "best.", "of the newest exported run in runs; ")
     choice = find_model(folder, gpu=gpu, check_engine=check_engine, runtime=runtime, prefix=prefix, option=option)
     log(f"Model: {choice.path} ({origin}{choice.reason})")
     return choice.path

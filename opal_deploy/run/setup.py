@@ -31,7 +31,7 @@ from opal_deploy.run.options import InferOptions
 from opal_deploy.run.summary import Summary
 from opal_deploy.runtime.devices import default_batch, default_workers, split_devices
 from opal_deploy.sources import discovery
-from opal_deploy.sources.annotations import Crops, Labels, annotate, read_boxes, read_labels
+from opal_deploy.sources.annotations import FOLDERS, Crops, FolderLabels, Labels, annotate, read_boxes, read_labels
 from opal_deploy.sources.image import InputImage, Skipped, is_image_name
 from opal_deploy.sources.video import NO_VIDEOS, Sampling, VideoOptions, require_pyav
 from opal_deploy.visualization.report import ReportOptions
@@ -251,6 +251,9 @@ def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, opti
         )
     )  # fmt: skip
     path, metadata = loaded.path, loaded.metadata
+    if options.labels is None and FolderLabels.fit(inputs.images, metadata.class_names):
+        options.log("The folders are named as classes: counting right answers, as with --labels folders")
+        options, inputs = replace(options, labels=FOLDERS), replace(inputs, labels=FolderLabels())
     check_model(
         path, metadata, explain=options.explain, boxed=inputs.boxes is not None, top=options.top, log=options.log
     )
@@ -261,19 +264,12 @@ def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, opti
         slot_names = read_slot_names(Path(options.slot_names), metadata.class_names, metadata.class_map)
     sessions = loaded.sessions
     inference = InferenceOptions(
-        batch=options.batch or (default_batch(sessions[0]) if sessions else 1),
-        fixed_batch=True,
-        workers=options.workers or default_workers(),
-        max_pixels=options.max_pixels,
-        decode=Decoding(options.decode),
-        isolate=options.isolate,
-        decode_timeout=options.decode_timeout or None,
-        top=options.top,
-        decision=decision,
-        model_sha256=loaded.fingerprint["sha256"],
-        slot_names=slot_names,
+        batch=options.batch or (default_batch(sessions[0]) if sessions else 1), fixed_batch=True,
+        workers=options.workers or default_workers(), max_pixels=options.max_pixels, top=options.top,
+        decode=Decoding(options.decode), isolate=options.isolate, decode_timeout=options.decode_timeout or None,
+        decision=decision, model_sha256=loaded.fingerprint["sha256"], slot_names=slot_names,
         keep_images=options.explain,
-    )
+    )  # fmt: skip
     if options.shard is not None:
         inputs = inputs.take_shard(parse_shard(options.shard), inference.batch)
     arguments = [*images, *(["--model", str(path)] if model else []), *to_arguments(options)]

@@ -20,6 +20,8 @@ from opal_deploy.server.models import ServerState
 
 _REQUEST_ID = "X-Request-ID"
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
+# https://www.w3.org/TR/trace-context
+_TRACE = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}.*")
 _HEALTH = ("/v2/health/live", "/v2/health/ready")
 # health and the page that asks for the token need no token
 _OPEN = ("/", "/page.css", "/page.js", "/evidence.js")
@@ -95,6 +97,8 @@ class RequestMiddleware:
             "method": scope["method"], "path": scope["path"][:200], "status": status, "ms": round(seconds * 1e3, 1)
         }  # fmt: skip
         fields |= {name: state[name] for name in ("model", "images") if name in state}
+        if trace := _TRACE.fullmatch(Headers(scope=scope).get("traceparent", "")):
+            fields |= {"trace": trace[1], "span": trace[2]}
         self._state.log.request(fields | {"id": request_id})
 
 

@@ -16,7 +16,8 @@ import csv
 import io
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import unicodedata
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
@@ -325,11 +326,20 @@ class FolderLabels:
 
     identity = FOLDERS
 
+    @staticmethod
+    def fit(images: Sequence[str], class_names: Collection[str]) -> bool:
+        """Return whether the only input is a folder that holds nothing but folders named as classes, two at least."""
+        if len(images) != 1 or is_url(images[0]) or not (folder := Path(images[0])).is_dir():
+            return False
+        inner = [path for path in folder.iterdir() if path.name[0] != "."]
+        names = {unicodedata.normalize("NFC", path.name) for path in inner if path.is_dir()}
+        return 1 < len(names) == len(inner) and names <= {*class_names}
+
     def find(self, path: str) -> str | None:
         """Return the name of the image's folder; None for a bare file name. A bucket is not a folder."""
         if is_url(path):
             path = path.partition("://")[2].partition("/")[2]
-        folder = path.rpartition("/")[0].rpartition("/")[2]
+        folder = unicodedata.normalize("NFC", path.rpartition("/")[0].rpartition("/")[2])
         return folder if folder not in ("", ".", "..") else None
 
     def unused(self) -> list[str]:

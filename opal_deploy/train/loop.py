@@ -26,7 +26,7 @@ from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.evaluation.record import pool_features
 from opal_deploy.evaluation.session import choose_samples
-from opal_deploy.logs import Log, Progress, as_progress, no_progress
+from opal_deploy.logs import Log, Progress, WarningLine, as_progress, no_progress
 from opal_deploy.model.backbones import get_library, own_stride
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.head import OpalHead
@@ -56,6 +56,7 @@ from opal_deploy.train.run_directory import (
     TrainResult,
     TrainRunDirectory,
     fingerprint_dataset,
+    has_same_images,
     stop_when_full,
 )
 
@@ -83,7 +84,7 @@ class Run:
         precision: the name of the precision, fp32, bf16 or fp16.
         progress: called with images done, all images, and a note; in the first process only.
         log: called with lines of text; in the first process only.
-        fingerprint: of the whole data set, see `fingerprint_dataset`.
+        fingerprint: of the data set, see `fingerprint_dataset`.
     """
 
     data: DataSet
@@ -92,7 +93,7 @@ class Run:
     precision: str
     progress: Progress
     log: Log
-    fingerprint: str
+    fingerprint: dict[str, str]
 
     @property
     def share(self) -> dict[str, int]:
@@ -214,14 +215,10 @@ def _train(
     torch.manual_seed(options.seed + 1_000_003 * fabric.global_rank)
     trained, epochs = set_up(run, network), run.options.epochs or 0
     config = run.identify(start) | {
-        "epochs": epochs,
-        "batch_size": run.options.batch_size,
-        "data": run.data.summary(),
+        "epochs": epochs, "batch_size": run.options.batch_size, "data": run.data.summary(),
         "weights": start.training.get("weights") if start else describe_weights(network, run.options.weights_name),
-        "device": str(fabric.device),
-        **batch_config,
-        "versions": package_versions(),
-    }
+        "device": str(fabric.device), **batch_config, "versions": package_versions(),
+    }  # fmt: skip
 
     # epochs, with the directory locked against other processes
     with lock_directory(run_dir.root) if fabric.is_global_zero else nullcontext():
@@ -229,6 +226,10 @@ def _train(
         state = TrainState()
         if last is not None:
             state = checkpoints.restore(run_dir.last, last, config, network, trained.optimizer, fabric)
+            if not has_same_images(last["training"], config, "measured"):
+                run.log(
+                    WarningLine("warning: validation or test images have changed since epochs were measured on them")
+                )
             epochs = epochs if state.planned_epochs is None else state.planned_epochs
         fabric.barrier()  # no process writes before all have read
         if fabric.is_global_zero:

@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -26,12 +27,14 @@ from typing import Any
 
 from opal_deploy.artifact.files import atomic_write, remove_temporary_files, write_json
 from opal_deploy.artifact.measurements import Calibration
-from opal_deploy.datasets.samples import PATHS, DataSet
+from opal_deploy.datasets.checks import map_in_threads
+from opal_deploy.datasets.samples import PATHS, DataSet, Sample
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.evaluation.metrics import ClassCounts, Evaluation
 from opal_deploy.train.options import CHANGEABLE_ON_RESUME, TrainOptions
 
 FILES = ("best.pt", "last.pt", "metrics.csv", "answers.csv", "config.json", "recipe.toml", PATHS, "summary.json")
+_END_BYTES = 4096
 RESUME_ADVICE = "give --resume with the options that the run was started with, another --out, or --overwrite"
 
 
@@ -196,31 +199,46 @@ def describe_differences(stored: Any, current: dict[str, Any]) -> list[str]:
     pairs = {key: (old[key], new[key]) for key in new.keys() - ignored}
     pairs |= {key: (stored.get(key), current[key]) for key in ("processes", "precision")}
     clauses = [f"{key} was {json.dumps(a)} and is {json.dumps(b)}" for key, (a, b) in sorted(pairs.items()) if a != b]
-    if stored.get("fingerprint") != current["fingerprint"]:
-        clauses.append("the images, labels, boxes, splits or regions of the data set have changed")
+    if not has_same_images(stored, current, "train"):
+        clauses.append("the training images, their labels, boxes or regions, or the classes have changed")
     if stored.get("start") != current["start"]:
         clauses.append("the checkpoint of --start-from has changed")
     return clauses
 
 
-def fingerprint_dataset(data: DataSet, keep_off: Any = None) -> str:
-    """Return the sha256 over every image's path under the root, size in bytes, label and box, split by split.
+def has_same_images(stored: dict[str, Any], current: dict[str, Any], part: str) -> bool:
+    """Return whether two configurations have one digest of a part, `train` or `measured`; see `fingerprint_dataset`."""
+    before = stored.get("fingerprint")
+    # the first versions stored one digest of names and sizes, which says nothing about these
+    return isinstance(before, str) or (isinstance(before, dict) and before.get(part) == current["fingerprint"][part])
 
-    It includes the file of kept-off regions, if there is one.
+
+def fingerprint_dataset(data: DataSet, keep_off: Any = None) -> dict[str, str]:
+    """Return a sha256 of the images trained on, `train`, and of those that only measure, `measured`.
+
+    Both are over each image's path under the root, size and last 4 KiB, in which different images of one size differ,
+    label and box; `train` is over class names and the file of kept-off regions, too.
 
     Raises:
         UsageError: an image or the file no longer exists.
     """
-    digest = hashlib.sha256(json.dumps(data.class_names).encode())
+
+    def describe(sample: Sample) -> bytes:
+        is_below = sample.path.is_relative_to(data.root)
+        name = sample.path.relative_to(data.root).as_posix() if is_below else sample.path.name
+        with sample.path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _END_BYTES))
+            return json.dumps([name, size, sample.label, sample.box, zlib.crc32(file.read())]).encode()
+
     try:
-        for split in (data.train, data.val, data.test):
-            for sample in split:
-                is_below = sample.path.is_relative_to(data.root)
-                name = sample.path.relative_to(data.root).as_posix() if is_below else sample.path.name
-                digest.update(json.dumps([name, sample.path.stat().st_size, sample.label, sample.box]).encode())
-            digest.update(b"|")
+        digests = {"train": hashlib.sha256(json.dumps(data.class_names).encode()), "measured": hashlib.sha256()}
+        for part, split in (("train", data.train), ("measured", data.val), ("measured", data.test)):
+            for line in map_in_threads(describe, split):
+                digests[part].update(line)
+            digests[part].update(b"|")
         if keep_off is not None:
-            digest.update(Path(keep_off).read_bytes())
+            digests["train"].update(Path(keep_off).read_bytes())
     except OSError as error:
         raise UsageError(f"{error.filename}: cannot be read ({error.strerror}); put it back") from None
-    return digest.hexdigest()
+    return {part: digest.hexdigest() for part, digest in digests.items()}

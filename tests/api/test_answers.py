@@ -103,7 +103,7 @@ def test_what_people_try_from_habit_names_what_to_use(exact_model, make_pictures
 
 def test_a_model_of_crops_says_so_once(tmp_path, exact_model, make_pictures, caplog):
     (path,) = make_pictures(tmp_path / "in", 1)
-    model = opal_deploy.load(exact_model, threads=1)
+    model = opal_deploy.load(exact_model.parent, threads=1)
     model.metadata = replace(model.metadata, crop="boxes")
     model.predict(path, boxes=(0, 0, 9, 9))
     assert caplog.messages == []

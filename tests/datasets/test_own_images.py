@@ -25,13 +25,8 @@ class TestImageFolder:
 
     def test_what_systems_and_runs_leave_is_no_class_and_browsers_names_are_images(self, tmp_path):
         write_class_folders(tmp_path)
-        for name in (
-            "@eaDir/a.jpg",
-            "a/@eaDir/thumb.jpg",
-            "__MACOSX/b.jpg",
-            ".ipynb_checkpoints/c.jpg",
-            "out/overlays/d.jpg",
-        ):
+        names = "@eaDir/a.jpg a/@eaDir/thumb.jpg __MACOSX/b.jpg .ipynb_checkpoints/c.jpg out/overlays/d.jpg"
+        for name in names.split():
             draw(tmp_path / name)
         (tmp_path / "out/run.json").write_text("{}")
         for name in ("saved.jfif", "SAVED.JPE"):
@@ -40,6 +35,12 @@ class TestImageFolder:
         assert found.class_names == ["a", "b"]
         assert {"saved.jfif", "SAVED.JPE"} < {sample.path.name for sample in [*found.train, *found.val]}
         assert len(found.train) + len(found.val) == 12
+
+    def test_a_class_is_one_however_its_name_is_encoded(self, tmp_path):
+        write_class_folders(tmp_path / "train", ["Möwe", "Mo\u0308we", "b"])
+        write_class_folders(tmp_path / "test", ["Mo\u0308we", "b"], count=2)
+        found = read_dataset(tmp_path)
+        assert (found.class_names, len(found.train) + len(found.val), len(found.test)) == (["Möwe", "b"], 15, 4)
 
     @pytest.mark.parametrize("names", [("train", "valid", "test"), ("Training", "VALIDATION", "Testing")])
     def test_split_folders_are_taken_as_they_are(self, tmp_path, names):

@@ -34,7 +34,7 @@ def test_a_folder_that_looks_like_several_data_sets(tmp_path):
     assert read_dataset(tmp_path, "cub").layout == "cub"
 
 
-@pytest.mark.parametrize(("call", "file"), [("open", "images.txt"), ("read_text", "classes.txt")])
+@pytest.mark.parametrize(("call", "file"), [("open", "images.txt"), ("read_bytes", "classes.txt")])
 def test_unreadable_file_is_one_line(tmp_path, monkeypatch, call, file):
     write_cub(tmp_path)
     deny(monkeypatch, Path, call, file)

@@ -245,11 +245,13 @@ def test_a_lost_device_makes_the_server_unwell_and_end(serving):
 
 def test_requests_are_logged_and_counted(serving, capsys):
     with serving({"light": BrightSession()}, log=ServerLog("json"), min_margin=2.0) as running:
+        trace = {"traceparent": f"00-{'a1' * 16}-{'b2' * 8}-01"}
         for data in (picture(), b"junk"):
-            httpx.post(f"{running.url}/explain", content=data, headers={"X-Request-ID": "mine"})
+            httpx.post(f"{running.url}/explain", content=data, headers={"X-Request-ID": "mine", **trace})
         httpx.get(f"{running.url}/v2/models/%0anone")
         text = httpx.get(f"{running.url}/metrics").text
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line.get("trace") for line in lines] == ["a1" * 16, "a1" * 16, None]
     shown = [(line["path"], line["status"], line.get("model"), line["id"] == "mine") for line in lines]
     assert shown == [
         ("/explain", 200, "light", True), ("/explain", 415, "light", True), ("/v2/models/\nnone", 404, None, False)

@@ -7,7 +7,7 @@ import pytest
 
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.sources.annotations import read_boxes, read_labels
+from opal_deploy.sources.annotations import FolderLabels, read_boxes, read_labels
 from tests.datasets import layouts
 
 BOX = (1.0, 2.0, 30.0, 40.0)
@@ -149,15 +149,22 @@ def test_odd_names_are_found(tmp_path, name):
 @pytest.mark.parametrize(
     ("path", "label"),
     [
-        ("data/test/ash/1.jpg", "ash"),
-        ("shards/a.tar/ash/1.jpg", "ash"),
-        ("1.jpg", None),
-        ("../1.jpg", None),
-        ("/1.jpg", None),
+        ("data/test/ash/1.jpg", "ash"), ("shards/a.tar/ash/1.jpg", "ash"), ("1.jpg", None), ("../1.jpg", None),
+        ("/1.jpg", None), ("Mo\u0308we/1.jpg", "Möwe"),
     ],
-)
+)  # fmt: skip
 def test_a_folders_name_is_its_images_label(path, label):
     assert read_labels("folders").find(path) == label
+
+
+def test_folders_are_labels_where_all_are_named_as_classes(tmp_path):
+    for name in ("ash", "Mo\u0308we", ".hidden"):
+        (tmp_path / name).mkdir()
+    assert FolderLabels.fit([str(tmp_path)], ["Möwe", "ash", "oak"])
+    assert not FolderLabels.fit([str(tmp_path)], ["ash", "oak"])
+    assert not FolderLabels.fit([str(tmp_path / "ash")], ["ash", "oak"])
+    (tmp_path / "a.jpg").touch()
+    assert not FolderLabels.fit([str(tmp_path)], ["Möwe", "ash", "oak"])
 
 
 def test_the_identity_of_labels_is_their_content(tmp_path):

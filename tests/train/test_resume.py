@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.model import checkpoint
 from opal_deploy.train import checkpoints
+from opal_deploy.train.run_directory import fingerprint_dataset
 from tests.builders import SMALL_BACKBONE
 from tests.cli.calls import check
 from tests.train.fitting import fit, read_epochs, small
@@ -141,12 +143,29 @@ def test_more_epochs_may_be_asked_for(squares, whole, tmp_path):
 def test_another_run_is_refused_with_what_differs(squares, whole):
     for data, options, message in (
         (squares, {"lr": 2e-3}, r"lr was 0\.001 and is 0\.002"),
-        (replace(squares, train=squares.train[1:]), {}, "images, labels"),
+        (replace(squares, train=squares.train[1:]), {}, "the training images"),
         (squares, {"epochs": 1}, "2 epochs are done"),
         (squares, {"overwrite": True}, "only one"),
     ):
         with pytest.raises(UsageError, match=message):
             fit(data, replace(OPTIONS, **options), whole, resume=True)
+
+
+def test_fewer_test_images_cost_a_warning_and_no_epoch(squares, whole, ended):
+    lines = []
+    result = fit(replace(squares, test=squares.test[1:]), OPTIONS, ended, resume=True, log=lines.append)
+    assert "warning: validation or test images have changed since epochs were measured on them" in lines
+    assert outcome(ended)["epochs"] == outcome(whole)["epochs"]
+    assert result.test.images == len(squares.test) - 1
+
+
+def test_an_image_of_the_same_size_is_another(tmp_path):
+    image = tmp_path / "a.png"
+    data = DataSet(tmp_path, "any", ["a", "b"], [Sample(image, 0)], [], [])
+    image.write_bytes(b"x" * 9000)
+    before = fingerprint_dataset(data)
+    image.write_bytes(b"x" * 8999 + b"y")
+    assert [fingerprint_dataset(data)[part] == before[part] for part in ("train", "measured")] == [False, True]
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_and_can_be_resumed(squares, whole, tmp_path):
