@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from opal_deploy.cli.console import print_json, print_line, progress
+from opal_deploy.errors import ExitCode
 from opal_deploy.evaluation.options import EvaluateOptions
 
 
@@ -28,3 +29,5 @@ def evaluate(
         result = run_evaluation(model, data, replace(options, log=print_line, progress=advance))
     if as_json:
         print_json(result.to_dict())
+    if result.left_out:
+        raise typer.Exit(ExitCode.SOME_IMAGES_FAILED)

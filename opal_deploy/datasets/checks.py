@@ -59,7 +59,7 @@ def check_dataset(listing: Listing, progress: Progress | None = None) -> DataSet
     """
     data = listing.data
     problems, warnings = list(listing.problems), list(data.warnings)
-    unusable = find_header_problems(data.select("all"), progress)
+    unusable = find_problems(data.select("all"), progress)
     missing = [path for path in unusable if not os.path.isfile(path)]  # Path.is_file may raise
     unreadable = [path for path in unusable if path not in {*missing}]
     train, val, test = ([s for s in split if s.path not in unusable] for split in (data.train, data.val, data.test))
@@ -87,14 +87,15 @@ def check_dataset(listing: Listing, progress: Progress | None = None) -> DataSet
     return replace(usable, warnings=warnings)
 
 
-def find_header_problems(samples: list[Sample], progress: Progress | None = None) -> dict[Path, str]:
-    """Return the unusable files, judged by their headers, with the reasons."""
+def find_problems(samples: list[Sample], progress: Progress | None = None, *, whole: bool = False) -> dict[Path, str]:
+    """Return the unusable files with the reasons, judged by their headers, or by the `whole` files."""
     reasons: dict[Path, str] = {}
-    for done, (sample, reason) in enumerate(zip(samples, map_in_threads(_header_problem, samples), strict=True), 1):
+    find_problem = _problem_of_file if whole else _header_problem
+    for done, (sample, reason) in enumerate(zip(samples, map_in_threads(find_problem, samples), strict=True), 1):
         if reason is not None:
             reasons[sample.path] = reason
         if progress is not None:
-            progress(done, len(samples), "reading headers")
+            progress(done, len(samples), "reading images" if whole else "reading headers")
     return reasons
 
 
@@ -110,10 +111,16 @@ def _header_problem(sample: Sample) -> str | None:
     except ImageError as error:
         return str(error)
     except Exception:  # Pillow's readers raise nearly anything for a damaged header; `decode` says why in a few words
-        try:
-            decode(sample.path)
-        except ImageError as error:
-            return str(error)
+        return _problem_of_file(sample)
+    return None
+
+
+def _problem_of_file(sample: Sample) -> str | None:
+    """Return why a file cannot be decoded; None for a good file."""
+    try:
+        decode(sample.path)
+    except ImageError as error:
+        return str(error)
     return None
 
 
@@ -194,7 +201,7 @@ def read_background(folder: StrPath, data: DataSet) -> list[Sample]:
             f"--background {folder}: {pluralize(len(background), 'image', 'images')} there; expected at least "
             f"{_MIN_BACKGROUND}, out-of-distribution JPEG or PNG files"
         )
-    if problems := find_header_problems(background):
+    if problems := find_problems(background):
         listed = shorten_list([f"{display_path(path, Path(folder))} ({why})" for path, why in problems.items()])
         raise UsageError(f"--background {folder}: cannot be used: {listed}; remove or replace them")
     known, paths = {sample.path for sample in data.select("all")}, {sample.path for sample in background}

@@ -20,11 +20,12 @@ from opal_deploy.artifact.cells import CellGrid
 from opal_deploy.artifact.files import model_kind
 from opal_deploy.artifact.metadata import Metadata, check_all_outputs
 from opal_deploy.datasets import cub
+from opal_deploy.datasets.checks import find_problems
 from opal_deploy.datasets.registry import read_dataset
-from opal_deploy.datasets.samples import DataSet, Sample, display_path, pluralize
+from opal_deploy.datasets.samples import DataSet, Sample, display_path, pluralize, shorten_list
 from opal_deploy.errors import UsageError, require
 from opal_deploy.evaluation.options import EVIDENCE_MEASURES, EvaluateOptions
-from opal_deploy.logs import WarningLine, as_progress
+from opal_deploy.logs import Progress, WarningLine, as_progress
 from opal_deploy.options import flag_of
 from opal_deploy.preprocess.geometry import Box, Geometry
 from opal_deploy.sources.annotations import read_objects
@@ -223,11 +224,14 @@ class EvaluationInputs:
     annotations: Annotations  # one per sample, for the pointing game; may be empty
 
 
-def read_inputs(data: Path, path: Path, metadata: Metadata, options: EvaluateOptions) -> EvaluationInputs:
+def read_inputs(
+    data: Path, path: Path, metadata: Metadata, options: EvaluateOptions, *, whole: bool = False
+) -> EvaluationInputs:
     """Read a data set's split with the annotations that the options and the data set allow; log warnings.
 
     Args:
         path, metadata: of the model.
+        whole: decode all images, and leave out those that cannot be decoded.
 
     Raises:
         UsageError: the data set does not fit the options or the model, or annotations are missing or damaged.
@@ -240,6 +244,7 @@ def read_inputs(data: Path, path: Path, metadata: Metadata, options: EvaluateOpt
         needs_validation=lambda _: needs_validation, progress=as_progress(options.progress),
     )  # fmt: skip
     options.log(f"read as {data_set.describe()}")
+    data_set = _leave_out_damaged(data_set, as_progress(options.progress)) if whole else data_set
     samples = data_set.select(options.split)
     if not samples:
         raise UsageError(
@@ -261,6 +266,16 @@ def read_inputs(data: Path, path: Path, metadata: Metadata, options: EvaluateOpt
         cub.read_parts(data_set.root, samples) if options.parts and cub.has_parts(data_set) else None,
         annotate(data_set, samples, boxes=options.boxes, parts=options.parts, objects=objects),
     )
+
+
+def _leave_out_damaged(data: DataSet, progress: Progress) -> DataSet:
+    """Return the data set without images that cannot be decoded; after the split, which would be another without."""
+    damaged = find_problems(data.select("all"), progress, whole=True)
+    train, val, test = ([s for s in split if s.path not in damaged] for split in (data.train, data.val, data.test))
+    names = shorten_list([f"{display_path(path, data.root)} ({reason})" for path, reason in damaged.items()])
+    warning = f"left out {len(damaged)} image(s) that cannot be decoded: {names}"
+    skipped, warnings = [*data.skipped, *damaged], [*data.warnings, warning]
+    return replace(data, train=train, val=val, test=test, skipped=skipped, warnings=warnings)
 
 
 def has_validation_images(metadata: Metadata, inputs: EvaluationInputs, options: EvaluateOptions) -> bool:

@@ -39,7 +39,13 @@ from opal_deploy.evaluation.record import (
     measure_baseline,
     record_measurements,
 )
-from opal_deploy.evaluation.session import EvaluationResult, choose_samples, compare_presets, evaluate_session
+from opal_deploy.evaluation.session import (
+    EvaluationResult,
+    UnusableImage,
+    choose_samples,
+    compare_presets,
+    evaluate_session,
+)
 from opal_deploy.logs import as_progress
 from opal_deploy.model import checkpoint
 from opal_deploy.model.neighbours import Neighbours
@@ -76,6 +82,7 @@ class ModelEvaluation:
         interventions: whether the evidence names the parts that matter.
         baseline: of the answers to validation images, for `--record`.
         neighbours: features of training images, for `--record` on a checkpoint without them.
+        left_out: images of the data set that cannot be decoded.
     """
 
     path: Path
@@ -93,6 +100,7 @@ class ModelEvaluation:
     interventions: Interventions | None = None
     baseline: Baseline | None = None
     neighbours: Neighbours | None = None
+    left_out: int = 0
 
     @property
     def metrics(self) -> Evaluation:
@@ -116,6 +124,7 @@ class ModelEvaluation:
             "model": str(self.path),
             "session": self.session,
             "boxes": self.boxes,
+            "left_out": self.left_out,
             **self.evaluation.to_dict(self.split),
             **{name: measured.to_dict() for name, measured in figures.items() if measured is not None},
         }
@@ -137,8 +146,14 @@ def measure_model(model: StrPath | Model, data: Path, options: EvaluateOptions) 
     else:
         session = open_sessions(path, device=options.device, threads=options.threads)[0]
     check_model(path, session.metadata, options)
-    inputs = read_inputs(data, path, session.metadata, options)
-    measured = _measure_evidence(_measure(path, session, inputs, options), session, inputs, options)
+    try:
+        inputs = read_inputs(data, path, session.metadata, options)
+        measured = _measure_evidence(_measure(path, session, inputs, options), session, inputs, options)
+    except UnusableImage:
+        # found late, since nearly all data sets are whole, and reading every image twice takes long
+        inputs = read_inputs(data, path, session.metadata, options, whole=True)
+        measured = _measure_evidence(_measure(path, session, inputs, options), session, inputs, options)
+    measured = replace(measured, left_out=len(inputs.data.skipped))
     if options.record:
         options.log(_record(measured, inputs.data))
         if measured.baseline is not None:

@@ -38,6 +38,10 @@ _WORKERS = 2
 T = TypeVar("T")
 
 
+class UnusableImage(UsageError):
+    """An image of a data set that cannot be decoded or cropped."""
+
+
 @dataclass(frozen=True)
 class Photographs(Generic[T]):
     """A batch of n labelled images as the model sees them."""
@@ -52,15 +56,9 @@ class Photographs(Generic[T]):
 def photographs(
     run: Callable[[ImageBatch], T],
     samples: Sequence[Sample],
-    size: tuple[int, int] | InputForm,
-    *,
-    chosen: Sequence[int] | None = None,
-    annotations: Annotations | None = None,
-    boxes: bool = True,
-    batch: int = 16,
-    progress: Progress = no_progress,
-    note: str = "evaluating",
-) -> Iterator[Photographs[T]]:
+    size: tuple[int, int] | InputForm, *, chosen: Sequence[int] | None = None, annotations: Annotations | None = None,
+    boxes: bool = True, batch: int = 16, progress: Progress = no_progress, note: str = "evaluating",
+) -> Iterator[Photographs[T]]:  # fmt: skip
     """Yield samples in batches, prepared as in inference, with their annotations and the outputs of `run`.
 
     Args:
@@ -71,7 +69,7 @@ def photographs(
         progress: called with `note` when the caller is done with a batch.
 
     Raises:
-        UsageError: an image cannot be used.
+        UnusableImage: an image cannot be decoded or cropped.
     """
 
     form = size if isinstance(size, InputForm) else InputForm(*size)
@@ -81,7 +79,7 @@ def photographs(
         image = InputImage(str(sample.path), sample.path, sample.box if boxes else None)
         ready = prepare(image, form, InferenceOptions())
         if ready.pixels is None or ready.geometry is None:
-            raise UsageError(f"{image.name}: {ready.error or 'unusable'}; remove it from the data set")
+            raise UnusableImage(f"{image.name}: {ready.error or 'unusable'}; remove it from the data set")
         return ready.pixels, ready.geometry
 
     indices = list(range(len(samples)) if chosen is None else chosen)
@@ -121,15 +119,9 @@ class EvaluationResult:
 
 
 def evaluate_session(
-    session: Session,
-    samples: Sequence[Sample],
-    *,
-    boxes: bool = True,
-    batch: int = 16,
-    parts: PartLocations | None = None,
-    progress: Progress = no_progress,
-    model: str = "the model",
-) -> EvaluationResult:
+    session: Session, samples: Sequence[Sample], *, boxes: bool = True, batch: int = 16,
+    parts: PartLocations | None = None, progress: Progress = no_progress, model: str = "the model",
+) -> EvaluationResult:  # fmt: skip
     """Evaluate a session on `samples` (at least one).
 
     Args:

@@ -111,6 +111,18 @@ def test_the_function_takes_a_loaded_model_reports_progress_and_prints_nothing(f
         evaluate_model(folder / "none.onnx", folder)
 
 
+def test_images_that_cannot_be_decoded_are_all_named_and_the_others_measured(folder, model, opal, tmp_path):
+    data = Path(shutil.copytree(folder, tmp_path / "data"))
+    damaged = sorted((data / "test").rglob("*.*"))[3:5]
+    for path in damaged:
+        path.write_bytes(path.read_bytes()[:-400])
+    done = opal("evaluate", data, "--model", model, "--threads", "1", "--json")
+    document = json.loads(done.stdout)
+    assert (done.returncode, document["left_out"], document["test_images"]) == (3, 2, 10)
+    assert "left out 2 image(s) that cannot be decoded" in done.stderr
+    assert all(str(path.relative_to(data)) in done.stderr for path in damaged)
+
+
 def test_the_validation_images_calibrate_and_the_calibration_is_measured_on_others(folder, model, metrics, tmp_path):
     from opal_deploy.artifact.measurements import Calibration
     from opal_deploy.model import checkpoint as checkpoints
