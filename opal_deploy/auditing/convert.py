@@ -35,9 +35,15 @@ def convert_results(results: StrPath, options: ConvertOptions) -> Any:
         check_output("--out", out, [".json"], inputs=inputs, overwrite=options.overwrite)
     records = read_records(path)
     document = to_coco(records) if boxes is None else add_classifications(boxes, read_run_options(path), records)
+    try:
+        text = json.dumps(document, ensure_ascii=True, allow_nan=False) + "\n"
+    except ValueError:
+        raise UsageError(
+            f"{path}: a box is not finite, or too large to have an area; write the records again"
+        ) from None
     if out is not None:
         with atomic_write(out, replace=options.overwrite) as temporary:
-            temporary.write_text(json.dumps(document, ensure_ascii=True) + "\n", encoding="utf-8")
+            temporary.write_text(text, encoding="utf-8")
     return document
 
 

@@ -130,7 +130,8 @@ def canonical_json(document: Any) -> bytes:
     Lone surrogates, which the RFC does not have, become escapes, as in ECMAScript's JSON.stringify.
 
     Raises:
-        ValueError: a number is not finite, or an integer is beyond 2^53, which not every JSON reader keeps.
+        ValueError: a number is not finite, an integer is beyond 2^53, which not every JSON reader keeps, or there are
+            lone surrogates and all private-use characters.
     """
     import rfc8785
 
@@ -138,7 +139,8 @@ def canonical_json(document: Any) -> bytes:
     if not _SURROGATE.search(text):
         return rfc8785.dumps(document)
     # a character that the document does not have stands for the backslash of an escape
-    mark = next(char for char in map(chr, range(0xE000, 0xF900)) if char not in text)
+    if (mark := next((char for char in map(chr, range(0xE000, 0xF900)) if char not in text), None)) is None:
+        raise ValueError("lone surrogates next to all private-use characters")
     marked = json.loads(_SURROGATE.sub(lambda match: f"{mark}{ord(match[0]):04x}", text))
     return rfc8785.dumps(marked).replace(mark.encode(), b"\\u")
 

@@ -8,6 +8,7 @@ import json
 import pytest
 
 import opal_deploy
+from opal_deploy.auditing.convert import convert_results
 from opal_deploy.errors import MissingExtra, StoppedEarly, UsageError
 from opal_deploy.records import tables
 from opal_deploy.records.build import error_record
@@ -153,3 +154,10 @@ def test_the_command_converts(opal, tmp_path):
     assert json.loads((tmp_path / "coco.json").read_text()) == to_coco([OK, FAILED])
     refused = opal("convert", tmp_path, "--to", "coco", "--boxes", "b.json")
     assert (refused.returncode, "--boxes: goes with" in refused.stderr) == (2, True)
+
+
+def test_a_box_without_an_area_is_refused(tmp_path):
+    slot = {**OK["evidence"][0], "box": [-1e308, 0, 1e308, 1]}
+    (tmp_path / "results.jsonl").write_text(json.dumps({**OK, "evidence": [slot]}) + "\n")
+    with pytest.raises(UsageError, match="too large"):
+        convert_results(tmp_path / "results.jsonl", to="coco")

@@ -20,6 +20,8 @@ def test_a_lone_surrogate_is_an_escape_and_numbers_that_no_reader_keeps_are_refu
     for number in (1 << 60, float("nan")):
         with pytest.raises(ValueError, match=r"safe integer|not representable"):
             canonical_json([number])
+    with pytest.raises(ValueError, match="private-use"):
+        canonical_json("\ud800" + "".join(map(chr, range(0xE000, 0xF900))))
 
 
 def write(path, key, *, public=False, passphrase=None, form=serialization.PrivateFormat.PKCS8):
