@@ -29,7 +29,7 @@ _RESAMPLE: dict[Any, Filter] = {2: "bilinear", 3: "bicubic"}
 
 
 class View(NamedTuple):
-    """What a rule makes of an image: its new (width, height), and the input's upper left corner (x, y) in that."""
+    """What a rule makes of an image: its new (width, height), and the corner (x, y) in it where the input begins."""
 
     size: tuple[int, int]
     corner: tuple[int, int]

@@ -62,8 +62,7 @@ def check_dataset(listing: Listing, progress: Progress | None = None) -> DataSet
     unusable = find_problems(data.select("all"), progress)
     missing = [path for path in unusable if not os.path.isfile(path)]  # Path.is_file may raise
     unreadable = [path for path in unusable if path not in {*missing}]
-    train, val, test = ([s for s in split if s.path not in unusable] for split in (data.train, data.val, data.test))
-    usable = replace(data, train=train, val=val, test=test, skipped=unreadable)
+    usable = replace(data.without(unusable), skipped=unreadable)
     if missing:
         names = shorten_list([display_path(path, data.root) for path in missing])
         problems.append(f"{pluralize(len(missing), 'listed image', 'listed images')} missing: {names}")
@@ -74,11 +73,11 @@ def check_dataset(listing: Listing, progress: Progress | None = None) -> DataSet
         problems.append(f"{pluralize(data.num_classes, 'class', 'classes')} found, at least 2 are needed")
     if same := [name for name, number in Counter(data.class_names).items() if number > 1]:
         problems.append(f"several classes with the same name: {shorten_list(same)}")
-    if empty := classes_without_samples(train, data.class_names):
+    if empty := classes_without_samples(usable.train, data.class_names):
         problems.append(f"classes without a training image: {shorten_list(empty)}")
-    if data.val and not val:
+    if data.val and not usable.val:
         problems.append("no validation image is left")
-    for name, listed, kept in (("validation", data.val, val), ("test", data.test, test)):
+    for name, listed, kept in (("validation", data.val, usable.val), ("test", data.test, usable.test)):
         if listed and (lacking := classes_without_samples(kept, data.class_names)):
             warnings.append(f"classes without a {name} image: {shorten_list(lacking)}")
     if problems:

@@ -89,6 +89,11 @@ class DataSet:
         splits = {"train": self.train, "val": self.val, "test": self.test}
         return [*self.train, *self.val, *self.test] if split == "all" else splits[split]
 
+    def without(self, paths: Collection[Path]) -> DataSet:
+        """Return the data set without the images of some files."""
+        train, val, test = ([s for s in split if s.path not in paths] for split in (self.train, self.val, self.test))
+        return replace(self, train=train, val=val, test=test)
+
     def without_crops(self) -> DataSet:
         """Return the data set with whole images; their boxes then say where the objects are."""
         train, val, test = (

@@ -271,11 +271,9 @@ def read_inputs(
 def _leave_out_damaged(data: DataSet, progress: Progress) -> DataSet:
     """Return the data set without images that cannot be decoded; after the split, which would be another without."""
     damaged = find_problems(data.select("all"), progress, whole=True)
-    train, val, test = ([s for s in split if s.path not in damaged] for split in (data.train, data.val, data.test))
     names = shorten_list([f"{display_path(path, data.root)} ({reason})" for path, reason in damaged.items()])
     warning = f"left out {len(damaged)} image(s) that cannot be decoded: {names}"
-    skipped, warnings = [*data.skipped, *damaged], [*data.warnings, warning]
-    return replace(data, train=train, val=val, test=test, skipped=skipped, warnings=warnings)
+    return replace(data.without(damaged), skipped=[*data.skipped, *damaged], warnings=[*data.warnings, warning])
 
 
 def has_validation_images(metadata: Metadata, inputs: EvaluationInputs, options: EvaluateOptions) -> bool:

@@ -14,13 +14,13 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.patches import PER_SLOT, Patch, Patches, SlotPatches
 from opal_deploy.datasets.samples import Sample
-from opal_deploy.evaluation.session import choose_samples, photographs
+from opal_deploy.evaluation.session import run_on_some
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import Box, Geometry, compute_geometry
 from opal_deploy.records.evidence import find_evidence
 from opal_deploy.runtime.session import Session
-from opal_deploy.visualization.overlay import crop_box, grow_box
+from opal_deploy.visualization.overlay import cut_patch
 
 # more images take minutes on a processor
 _MAX_IMAGES = 4_000
@@ -39,12 +39,9 @@ def collect_patches(
     metadata = session.metadata
     if metadata.evidence != "exact":
         return None
-    chosen = choose_samples(samples, _MAX_IMAGES)
-    batches = photographs(
-        session.run, samples, metadata.input_size, chosen=chosen, boxes=boxes, progress=progress,
-        note="choosing patches",
-    )  # fmt: skip
-    outputs = Outputs.concatenate([images.outputs for images in batches])
+    chosen, outputs = run_on_some(
+        session, samples, _MAX_IMAGES, boxes=boxes, progress=progress, note="choosing patches"
+    )
     return cut_patches(outputs, [samples[index] for index in chosen], metadata, split, boxes=boxes)
 
 
@@ -92,10 +89,8 @@ def cut_patches(
 
 def _cut(image: Image.Image, box: Box, reach: float, value: float, name: str) -> Patch:
     """Return a slot's box with its surroundings."""
-    x0, y0, x1, y1 = around = grow_box(box, reach, image.size)
-    shares = [(box[i] - around[i % 2]) / (x1 - x0, y1 - y0)[i % 2] for i in range(4)]
-    left, top, right, bottom = (round(min(max(share, 0.0), 1.0), 4) for share in shares)
-    cut = crop_box(image, around, image.size)
+    cut, cell = cut_patch(image, box, reach, image.size)
+    left, top, right, bottom = (round(min(max(share, 0.0), 1.0), 4) for share in cell)
     cut.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)
     return Patch(name, round(value, 6), (left, top, right, bottom), _encode(cut))
 

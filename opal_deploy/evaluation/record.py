@@ -23,7 +23,7 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.evaluation.cells import CONTRIBUTION, RANDOM
 from opal_deploy.evaluation.parts import CONSISTENCY, PURITY, STABILITY
-from opal_deploy.evaluation.session import choose_samples, photographs
+from opal_deploy.evaluation.session import choose_samples, photographs, run_on_some
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model import checkpoint
 from opal_deploy.model.neighbours import Neighbours, max_images
@@ -106,12 +106,9 @@ def measure_baseline(
     metadata = session.metadata
     if metadata.evidence != "exact":
         return None
-    chosen = choose_samples(samples, _MAX_VALIDATION)
-    batches = photographs(
-        session.run, samples, metadata.input_size, chosen=chosen, boxes=boxes, progress=progress,
-        note="measuring the baseline",
-    )  # fmt: skip
-    outputs = Outputs.concatenate([images.outputs for images in batches])
+    _, outputs = run_on_some(
+        session, samples, _MAX_VALIDATION, boxes=boxes, progress=progress, note="measuring the baseline"
+    )
     background = 0 if neighbours is None else neighbours.num_background
     return baseline_of(outputs, metadata, background)
 

@@ -103,6 +103,18 @@ def load_pixels(
     return np.concatenate([images.outputs for images in batches])
 
 
+def run_on_some(
+    session: Session, samples: Sequence[Sample], limit: int, *, boxes: bool, progress: Progress, note: str
+) -> tuple[list[int], Outputs]:
+    """Return the outputs of a session for up to `limit` samples, see `choose_samples`, and their indices.
+
+    `boxes`, `progress` and `note` are those of `photographs`.
+    """
+    chosen, size = choose_samples(samples, limit), session.metadata.input_size
+    batches = photographs(session.run, samples, size, chosen=chosen, boxes=boxes, progress=progress, note=note)
+    return chosen, Outputs.concatenate([images.outputs for images in batches])
+
+
 @dataclass(frozen=True)
 class EvaluationResult:
     """Metrics and outputs of a model on N images."""

@@ -177,7 +177,7 @@ def _open_checkpoint(path: Path, options: ExportOptions) -> CheckpointSource:
     from opal_deploy.model.authors_checkpoint import Assumptions
 
     names = checkpoints.read_class_names(Path(cast(StrPath, options.classes))) if options.classes else None
-    size = (options.size, options.size) if isinstance(options.size, int) else options.size or (224, 224)
+    size = options.input_size or (224, 224)
     assumptions = Assumptions(options.distance, options.pooling, options.cws, size, options.crop)
     checkpoint = checkpoints.load(path, class_names=names, assumptions=assumptions, arch=options.arch)
     assumed = checkpoint.source.get("assumed")

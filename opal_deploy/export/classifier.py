@@ -28,13 +28,7 @@ from opal_deploy.artifact.documents import pack_array
 from opal_deploy.artifact.files import atomic_write, compute_sha256
 from opal_deploy.artifact.metadata import LINEAR_SCHEMA, Metadata
 from opal_deploy.artifact.outputs import INPUT, Outputs
-from opal_deploy.artifact.preprocessing import (
-    PRESETS,
-    Preprocessing,
-    ResizeRule,
-    from_config,
-    read_preprocessing,
-)
+from opal_deploy.artifact.preprocessing import PRESETS, Preprocessing, ResizeRule, from_config, read_preprocessing
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError, first_line, require
 from opal_deploy.export.classifier_tail import Tail, add_shares, check_graph, find_tail, set_input
@@ -148,7 +142,7 @@ def _load(path: Path) -> onnx.ModelProto:
             raise ArtifactError(f"{path}: a weight has the shape {list(tensor.dims)[:6]}; the file is damaged")
     try:
         onnx.load_external_data_for_model(model, str(folder))
-    except Exception as error:  # the same
+    except Exception as error:  # a missing or short side file raises what onnx, protobuf or numpy meets first
         raise ArtifactError(f"{path}: its weights cannot be read ({first_line(error)}); copy them next to it") from None
     return model
 
@@ -209,9 +203,8 @@ def _read_input(model: onnx.ModelProto, preprocessing: Preprocessing, options: E
         raise UsageError(f"{name}: input {value.name} is {sides}; expected float images [N, 3, H, W] or [N, H, W, 3]")
     channels_last = sides[1] != 3
     height, width = sides[1:3] if channels_last else sides[2:4]
-    stated = (options.size, options.size) if isinstance(options.size, int) else options.size
     side = preprocessing.size or 224
-    size = stated or (height or side, width or side)
+    size = options.input_size or (height or side, width or side)
     if (height or size[0], width or size[1]) != size or max(size) > _MAX_SIDE:
         raise UsageError(f"{name}: takes images of {height}x{width}, asked for {size[0]}x{size[1]}; leave out --size")
     return _Input(value.name, size, channels_last, kind, sides[0])
@@ -290,14 +283,9 @@ def _make_dynamic(model: onnx.ModelProto, own: _Input) -> onnx.ModelProto:
 
 
 def _verify(
-    changed: onnx.ModelProto,
-    metadata: Metadata,
-    original: Any,
-    own: _Input,
-    tail: Tail,
-    options: ExportOptions,
+    changed: onnx.ModelProto, metadata: Metadata, original: Any, own: _Input, tail: Tail, options: ExportOptions,
     name: str,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return the report of the gate: the same logits as the original's, and shares that add up to them."""
     images = example_images(_IMAGES, *own.size)
     inputs = normalise(images, metadata.mean, metadata.std)
@@ -374,13 +362,13 @@ def export_module(module: Any, options: ExportOptions, source: Path) -> ExportRe
 
     module, known, name = module.eval(), dict[str, Any](), source.name
     stated = getattr(module, "pretrained_cfg", None)
-    if options.preprocess is None and stated:
-        # timm's networks say how their weights were trained
-        known["preprocessing"] = from_config(stated)
     if options.preprocess is not None:
         known["preprocessing"] = read_preprocessing(options.preprocess)
+    elif stated:
+        # timm's networks say how their weights were trained
+        known["preprocessing"] = from_config(stated)
     side = getattr(known.get("preprocessing"), "size", None) or 224
-    size = (options.size, options.size) if isinstance(options.size, int) else options.size or (side, side)
+    size = options.input_size or (side, side)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{Path(name).stem}.onnx"
         example = torch.zeros(2, 3, *size, device=next(module.parameters()).device)

@@ -116,6 +116,11 @@ class CheckpointOptions(Options):
     ] = None
     crop: Annotated[Literal["boxes"] | None, Option("Training images were cropped to boxes.", panel=_AUTHORS)] = None
 
+    @property
+    def input_size(self) -> tuple[int, int] | None:
+        """(H0, W0) in pixels; None if not stated."""
+        return (self.size, self.size) if isinstance(self.size, int) else self.size
+
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions(Options):

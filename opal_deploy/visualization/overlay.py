@@ -248,11 +248,18 @@ def crop_box(image: Image.Image, box: Sequence[float], size: tuple[int, int]) ->
     return image.crop((left, top, right, bottom))
 
 
-def grow_box(box: Box, reach: float, size: tuple[int, int]) -> Box:
-    """Return a cell's box with `reach` cells around it, within an image of `size`, for a patch."""
+def cut_patch(image: Image.Image, box: Box, reach: float, size: tuple[int, int]) -> tuple[Image.Image, Box]:
+    """Return a cell's box with `reach` cells around it, and where the box lies in that, in shares of width and height.
+
+    `box` is in pixels of the whole image, of `size`; `image` is that image, or a smaller one.
+    """
     x0, y0, x1, y1 = box
     across, down = reach * (x1 - x0), reach * (y1 - y0)
-    return max(x0 - across, 0.0), max(y0 - down, 0.0), min(x1 + across, size[0]), min(y1 + down, size[1])
+    left, top = max(x0 - across, 0.0), max(y0 - down, 0.0)
+    right, bottom = min(x1 + across, size[0]), min(y1 + down, size[1])
+    width, height = right - left, bottom - top
+    place = (x0 - left) / width, (y0 - top) / height, (x1 - left) / width, (y1 - top) / height
+    return crop_box(image, (left, top, right, bottom), size), place
 
 
 def format_facts(record: Answered) -> str:

@@ -20,16 +20,7 @@ from opal_deploy.records.names import hide_folders
 from opal_deploy.records.record import Answer, Answered, Slot, describe_status
 from opal_deploy.visualization.boxes import SlotBox, draw_boxes, emphasize
 from opal_deploy.visualization.drawing import SCALE, Anchor, Bitmap, Drawing, Rect, Text
-from opal_deploy.visualization.overlay import (
-    COSINE,
-    DISTANCE,
-    LOGIT,
-    bar_ends,
-    build_bars,
-    check_display,
-    crop_box,
-    grow_box,
-)
+from opal_deploy.visualization.overlay import COSINE, DISTANCE, LOGIT, bar_ends, build_bars, check_display, cut_patch
 from opal_deploy.visualization.sentences import describe_answer, headline
 from opal_deploy.visualization.style import (
     ALERT,
@@ -228,10 +219,8 @@ class _Sheet:
     def _row(self, slot: Slot, patches: Sequence[Patch], ends: tuple[float, float], y: int) -> None:
         self._chip(slot.slot, _ROWS, y + _PATCH // 2 - 13)
         x = _ROWS + _CHIP
-        around = grow_box(slot.box, self.metadata.reach, self.size)
-        shares = [(slot.box[i] - around[i % 2]) / (around[2 + i % 2] - around[i % 2]) for i in range(4)]
-        cut = crop_box(self.photograph, around, self.size)
-        self._patch(cut, (shares[0], shares[1], shares[2], shares[3]), slot.slot, x, y, f"slot {slot.slot}: found here")
+        cut, cell = cut_patch(self.photograph, slot.box, self.metadata.reach, self.size)
+        self._patch(cut, cell, slot.slot, x, y, f"slot {slot.slot}: found here")
         for number, patch in enumerate(patches, 1):
             image = Image.open(io.BytesIO(patch.decode())).convert("RGB")
             alt = f"slot {slot.slot}: in {patch.image}, a training image"
