@@ -5,20 +5,17 @@
                                           testing, in any case
     DATA/labels.csv                       columns image (or filename), label and, optionally, split
 
-Classes are sorted by name. Hidden files and folders are skipped, linked class folders are followed, and images outside
-the class folders get a warning.
+Classes are sorted by name. Hidden files and folders and outputs of `infer` are skipped, linked class folders are
+followed, and images outside the class folders get a warning.
 """
 
 from __future__ import annotations
 
-import csv
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from opal_deploy.artifact.files import find_delimiter
 from opal_deploy.datasets.samples import (
     IMAGE_SUFFIXES,
     Adapter,
@@ -26,8 +23,10 @@ from opal_deploy.datasets.samples import (
     Sample,
     build_listing,
     display_path,
+    is_hidden,
     is_skipped,
     list_images,
+    read_csv,
     read_text,
     shorten_list,
 )
@@ -41,7 +40,8 @@ _ADVICE = (
     "expected DATA/<class>/*.jpg or DATA/train/<class>/*.jpg, with images in each folder; for another data set, give "
     "--dataset"
 )
-_LIST, _LIST_ADVICE = "labels.csv", "expected columns image, label and, optionally, split (train, val or test)"
+_LIST, _LIST_COLUMNS = "labels.csv", (("image", "label", "split"), ("image", "label"))
+_LIST_ADVICE = "expected columns image, label and, optionally, split (train, val or test)"
 
 
 def _read_image_folder(root: Path) -> Listing:
@@ -64,7 +64,7 @@ def _read_image_folder(root: Path) -> Listing:
         if unknown := sorted(folders[split].keys() - folders["train"].keys()):
             problems.append(f"classes in {folder.name}/ that {splits['train'].name}/ lacks: {shorten_list(unknown)}")
     listing = build_listing("imagefolder", root, class_names, samples)
-    images = [path for path in sorted(unused) if path.suffix.lower() in IMAGE_SUFFIXES and path.name[0] != "."]
+    images = [path for path in sorted(unused) if path.suffix.lower() in IMAGE_SUFFIXES and not is_hidden(path.name)]
     if images:
         names = shorten_list([display_path(path, root) for path in images])
         listing.data.warnings.append(f"skipped, outside the class folders: {names}")
@@ -96,41 +96,34 @@ def _find_splits(root: Path) -> dict[str, Path]:
 
 
 def subfolders(folder: Path) -> list[Path]:
-    """Return the folders in a folder, sorted by name, without hidden ones."""
+    """Return the folders in a folder that may hold images, sorted by name."""
     folders = (p for p in folder.iterdir() if p.is_dir() and not is_skipped(p))
     return sorted(folders, key=lambda p: p.name)
-
-
-def _read_rows(path: Path) -> Iterator[dict[str, str]]:
-    """Yield the rows of a CSV file by lower-case column, without blanks around values."""
-    try:
-        lines = read_text(path, _LIST_ADVICE).splitlines()
-        for row in csv.DictReader(lines, delimiter=find_delimiter(lines[0] if lines else "")):
-            yield {str(name).strip().lower(): str(value or "").strip() for name, value in row.items()}
-    except csv.Error as error:
-        raise UsageError(f"{path}: not a table of comma-separated values ({error}); {_LIST_ADVICE}") from None
 
 
 def _read_csv(folder: Path) -> Listing:
     """Read the list; images without a split are for training."""
     path = folder / _LIST
     samples: dict[str, list[tuple[Path, str]]] = defaultdict(list)
-    for number, row in enumerate(_read_rows(path), 2):
-        image = row.get("image") or row.get("filename") or row.get("file")
-        label = row.get("label") or row.get("class")
-        split = _SPLITS.get((row.get("split") or "train").lower())
+    for number, _, values in read_csv(str(path), read_text(path, _LIST_ADVICE), *_LIST_COLUMNS):
+        image, label, *splits = ((value or "").strip() for value in values)
+        split = _SPLITS.get("".join(splits).lower() or "train")
         if not (image and label and split):
             raise UsageError(f"{path}, line {number}: no image, no label or no known split; {_LIST_ADVICE}")
         samples[split].append((folder / image, label))
     names = sorted({label for listed in samples.values() for _, label in listed})
     labels = {name: label for label, name in enumerate(names)}
-    splits = {split: [Sample(image, labels[label]) for image, label in listed] for split, listed in samples.items()}
-    return replace(build_listing("csv", folder, names, splits), advice=_LIST_ADVICE)
+    lists = {split: [Sample(image, labels[label]) for image, label in listed] for split, listed in samples.items()}
+    return replace(build_listing("csv", folder, names, lists), advice=_LIST_ADVICE)
 
 
 def _is_csv(folder: Path) -> bool:
-    row = next(_read_rows(folder / _LIST), {})
-    return "label" in row and ("image" in row or "filename" in row)
+    """Return whether the list has the columns of a data set; it may be a table of something else."""
+    text = read_text(folder / _LIST, _LIST_ADVICE)
+    try:
+        return next(read_csv(_LIST, text, *_LIST_COLUMNS), None) is not None
+    except UsageError:
+        return False
 
 
 CSV = Adapter("csv", _read_csv, (_LIST,), is_own=_is_csv)

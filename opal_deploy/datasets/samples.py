@@ -8,15 +8,16 @@ torchvision's ImageFolder.
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from opal_deploy.artifact import files
-from opal_deploy.artifact.files import read_json
 from opal_deploy.errors import UsageError, require
 from opal_deploy.preprocess.geometry import Box
 
@@ -25,8 +26,14 @@ Crop = Literal["boxes"]
 IMAGE_SUFFIXES = frozenset((
     ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".jp2"
 ))  # fmt: skip
-# folders that systems and editors leave next to photographs
+# folders that systems leave next to photographs
 _LEFT_BY_SYSTEMS = frozenset(("__MACOSX", "@eaDir"))
+# the file that every output folder of `infer` has, and its folder of drawings
+_RUN, _OVERLAYS = "run.json", "overlays"
+_COLUMNS = {
+    "image": "image", "filename": "image", "file": "image", "path": "image", "label": "label", "class": "label",
+    "split": "split",
+}  # fmt: skip
 # the share of the second part of a stratified split, and the seed of its shuffle
 SPLIT_FRACTION, SPLIT_SEED = 0.2, 42
 # file of a training run with paths on this machine, which neither checkpoints nor exports carry
@@ -170,9 +177,18 @@ def missing_files(folder: Path, *names: str) -> list[str]:
     return [name.replace("|", " or ") for name in names if not any(map(exists, name.split("|")))]
 
 
+def is_hidden(*names: str) -> bool:
+    """Return whether one of the names of a file and the folders around it is never an image's.
+
+    Such are hidden ones (`.ipynb_checkpoints`, `._a.jpg`), and those of folders that systems leave (`@eaDir`).
+    """
+    return any((name[:1] == "." and name not in (".", "..")) or name in _LEFT_BY_SYSTEMS for name in names)
+
+
 def is_skipped(folder: Path) -> bool:
-    """Return whether a folder holds no photographs: a hidden one, one that a system left, or a run of `infer`."""
-    return folder.name[0] == "." or folder.name in _LEFT_BY_SYSTEMS or (folder / "run.json").is_file()
+    """Return whether a folder inside another one holds no photographs: it is hidden, or an output of `infer`."""
+    is_drawn = folder.name == _OVERLAYS and (folder.parent / _RUN).is_file()
+    return is_hidden(folder.name) or is_drawn or (folder / _RUN).is_file()
 
 
 def read_text(path: Path, advice: str) -> str:
@@ -183,6 +199,30 @@ def read_text(path: Path, advice: str) -> str:
         raise unreadable_error(error, path, advice) from None
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not a readable UTF-8 table ({error}); {advice}") from None
+
+
+def read_csv(
+    shown: str, text: str, *choices: tuple[str, ...]
+) -> Iterator[tuple[int, tuple[str, ...], list[str | None]]]:
+    """Yield the rows of a CSV file: the line, the first of the `choices` of columns that it has, and their values.
+
+    Columns may have the names of Kaggle's lists (`Image`, `filename`, `class`).
+
+    Raises:
+        UsageError: names `shown`; it has none of the choices, or is not CSV.
+    """
+    expected = " or ".join(map(",".join, choices))
+    try:
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=files.find_delimiter(text.partition("\n")[0]))
+        stripped = [name.strip() for name in reader.fieldnames or ()]
+        header = reader.fieldnames = [_COLUMNS.get(name.lower(), name) for name in stripped]
+        columns = next((choice for choice in choices if set(choice) <= set(header)), None)
+        if columns is None:
+            raise UsageError(f"{shown}: columns {', '.join(header)[:80] or 'none'}; expected {expected}")
+        for row in reader:
+            yield reader.line_num, columns, [row[column] for column in columns]
+    except csv.Error as error:
+        raise UsageError(f"{shown}: not a CSV file ({error}); expected {expected}") from None
 
 
 def unreadable_error(error: OSError, path: Path, advice: str = "make it readable, or move it elsewhere") -> UsageError:
@@ -248,17 +288,15 @@ def find_root(training: Mapping[str, Any], model: Path | None = None) -> Path | 
         model: the model's file, next to which its run's `paths.json` may lie, which keeps the whole path.
     """
     data = training.get("data")
-    name = data.get("root") if isinstance(data, dict) else None
-    if not isinstance(name, str):
-        return None
-    stored: object = None
+    name: Any = data.get("root") if isinstance(data, dict) else None
+    candidates: list[Any] = [name]
     if model is not None:
-        with contextlib.suppress(OSError, ValueError):
-            document = read_json(model.parent / PATHS)
-            stored = document.get("data") if isinstance(document, dict) else None
-    for root in (stored, name):
-        with contextlib.suppress(OSError, ValueError):
-            if isinstance(root, str) and Path(root).name == Path(name).name and Path(root).is_dir():
+        # missing, damaged, or no object
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            candidates.insert(0, files.read_json(model.parent / PATHS).get("data"))
+    for root in candidates:
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            if Path(root).name == Path(name).name and Path(root).is_dir():
                 return Path(root)
     return None
 
@@ -292,7 +330,7 @@ def describe_never_predicted(images: Mapping[str, int], predicted: Collection[st
 
 
 def list_images(folder: Path) -> list[Path]:
-    """Return the files below a folder with an image format's suffix, sorted, without hidden files and folders.
+    """Return the files below a folder with an image format's suffix, sorted; none is hidden or an output of `infer`.
 
     Raises:
         UsageError: the folder is missing, or it or one below cannot be read.
@@ -306,5 +344,5 @@ def list_images(folder: Path) -> list[Path]:
     paths: list[Path] = []
     for parent, inner, names in os.walk(folder, onerror=refuse):
         inner[:] = [name for name in inner if not is_skipped(Path(parent, name))]
-        paths += [Path(parent, name) for name in names if name[0] != "."]
+        paths += [Path(parent, name) for name in names if not is_hidden(name)]
     return sorted(path for path in paths if path.suffix.lower() in IMAGE_SUFFIXES)

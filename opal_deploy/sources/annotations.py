@@ -12,8 +12,6 @@ names of their folders, or a CSV file with the columns `image` and `label`.
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import json
 import unicodedata
@@ -22,7 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-from opal_deploy.artifact.files import compute_sha256, find_delimiter, read_text
+from opal_deploy.artifact.files import compute_sha256, read_text
+from opal_deploy.datasets.cub import BOXES, IMAGES, is_cub_boxes, read_cub_boxes
+from opal_deploy.datasets.samples import is_skipped, read_csv
 from opal_deploy.errors import ImageError, UsageError, first_line
 from opal_deploy.options import DEFAULT_CONFIDENCE
 from opal_deploy.preprocess.geometry import Box, RelativeBox
@@ -35,7 +35,6 @@ T = TypeVar("T")
 # the argument of --labels that means the names of the folders
 FOLDERS = "folders"
 
-COLUMNS = {"filename": "image", "file": "image", "path": "image", "class": "label", "image": "image", "label": "label"}
 _CORNER_COLUMNS = ("image", "x0", "y0", "x1", "y1")
 _SIZE_COLUMNS = ("image", "x", "y", "width", "height")
 # tells MegaDetector's results from a COCO file
@@ -95,8 +94,8 @@ class Crop(NamedTuple):
     frame: int | None = None
 
 
-class Crops:
-    """The crops of a file by image, found by an image's path as `PathLookup` does.
+class Crops(PathLookup[list[Crop]]):
+    """The crops of a file by image path.
 
     Args:
         by_name: crops by image path.
@@ -115,19 +114,17 @@ class Crops:
         from_detector: bool = False,
         note: str = "",
     ) -> None:
-        self._crops, self._file_name = PathLookup(by_name), file_name
+        super().__init__(by_name)
+        self._file_name = file_name
         self.identity, self.from_detector, self.note = identity, from_detector, note
-
-    def __len__(self) -> int:
-        return len(self._crops)
 
     def find_all(self, path: str) -> list[Crop]:
         """Return the crops of the image at `path`; raise ImageError (`no_box`) if the file does not name it."""
-        names = self._crops.matches(path)
+        names = self.matches(path)
         if len(names) != 1:
             why = f"{len(names)} boxes for it ({names[0]}, {names[1]}, ...)" if names else "no box for it"
             raise ImageError("no_box", f"{self._file_name} has {why}")
-        crops, frame = self._crops[names[0]], FRAME_NAME.fullmatch(path)
+        crops, frame = self[names[0]], FRAME_NAME.fullmatch(path)
         return [crop for crop in crops if frame is None or crop.frame in (None, int(frame[2]))]
 
     def count(self, path: str) -> int:
@@ -148,8 +145,6 @@ def read_boxes(path: Path, confidence: float = DEFAULT_CONFIDENCE) -> Crops:
     Raises:
         UsageError: unreadable, other columns or keys, not a number, an image with two boxes.
     """
-    from opal_deploy.datasets.cub import BOXES, IMAGES, is_cub_boxes, read_cub_boxes
-
     path = path / BOXES if (path / BOXES).is_file() else path
     text, identity = _read_file(f"{path}", path, "a CSV or COCO file, or MegaDetector's results")
     if text.lstrip().startswith("{"):
@@ -181,7 +176,7 @@ def _read_file(shown: str, path: Path, expected: str) -> tuple[str, str]:
 
 
 def _parse_box_rows(path: Path, text: str) -> Iterator[tuple[str, Box]]:
-    for line, columns, (name, *values) in _read_csv(f"{path}", text, _CORNER_COLUMNS, _SIZE_COLUMNS):
+    for line, columns, (name, *values) in read_csv(f"{path}", text, _CORNER_COLUMNS, _SIZE_COLUMNS):
         try:
             a, b, c, d = (float(value or "") for value in values)
         except ValueError:
@@ -189,28 +184,6 @@ def _parse_box_rows(path: Path, text: str) -> Iterator[tuple[str, Box]]:
         if not name:
             raise UsageError(f"{path}: line {line} has no image's name")
         yield name, (a, b, a + c, b + d) if columns is _SIZE_COLUMNS else (a, b, c, d)
-
-
-def _read_csv(
-    shown: str, text: str, *choices: tuple[str, ...]
-) -> Iterator[tuple[int, tuple[str, ...], list[str | None]]]:
-    """Yield line, columns and values of a CSV file's rows, for the first choice of columns it has; raise UsageError."""
-    delimiter = find_delimiter(text.partition("\n")[0])
-    reader, expected = (
-        csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter),
-        " or ".join(map(",".join, choices)),
-    )
-    try:
-        stripped = [name.strip() for name in reader.fieldnames or ()]
-        # Kaggle's lists have `Image,Label`, `filename,label`
-        header = reader.fieldnames = [COLUMNS.get(name.lower(), name) for name in stripped]
-        columns = next((choice for choice in choices if set(choice) <= set(header)), None)
-        if columns is None:
-            raise UsageError(f"{shown}: columns {', '.join(header)[:80] or 'none'}; expected {expected}")
-        for row in reader:
-            yield reader.line_num, columns, [row[column] for column in columns]
-    except csv.Error as error:
-        raise UsageError(f"{shown}: not a CSV file ({error}); expected {expected}") from None
 
 
 def _read_detections(path: Path, text: str, identity: str, confidence: float) -> Crops:
@@ -331,7 +304,7 @@ class FolderLabels:
         """Return whether the only input is a folder that holds nothing but folders named as classes, two at least."""
         if len(images) != 1 or is_url(images[0]) or not (folder := Path(images[0])).is_dir():
             return False
-        inner = [path for path in folder.iterdir() if path.name[0] != "."]
+        inner = [path for path in folder.iterdir() if not is_skipped(path)]
         names = {unicodedata.normalize("NFC", path.name) for path in inner if path.is_dir()}
         return 1 < len(names) == len(inner) and names <= {*class_names}
 
@@ -347,19 +320,20 @@ class FolderLabels:
         return []
 
 
-class FileLabels:
-    """The labels of a CSV file, found by an image's path as `PathLookup` does."""
+class FileLabels(PathLookup[str]):
+    """The labels of a CSV file by image path."""
 
     def __init__(self, by_name: Mapping[str, str], identity: str) -> None:
-        self._labels, self._unused, self.identity = PathLookup(by_name), dict.fromkeys(by_name), identity
+        super().__init__(by_name)
+        self._unused, self.identity = dict.fromkeys(by_name), identity
 
     def find(self, path: str) -> str | None:
         """Return the label of the only row that may mean the image; None if there is none or several."""
-        names = self._labels.matches(path)
+        names = self.matches(path)
         if len(names) != 1:
             return None
         self._unused.pop(names[0], None)
-        return self._labels[names[0]]
+        return self[names[0]]
 
     def unused(self) -> list[str]:
         """Return the images of the rows that were never found, in the file's order."""
@@ -376,7 +350,7 @@ def read_labels(text: str) -> Labels:
     shown = f"--labels {redact(text)}"
     content, identity = _read_file(shown, Path(text), "`folders`, or a CSV file with the columns image and label")
     by_name: dict[str, str] = {}
-    for line, _, (name, label) in _read_csv(shown, content, ("image", "label")):
+    for line, _, (name, label) in read_csv(shown, content, ("image", "label")):
         if not name or not label:
             raise UsageError(f"{shown}: line {line} lacks an image's name or its label")
         name = normalize_name(name)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
+from opal_deploy.datasets.samples import is_hidden
 from opal_deploy.errors import ImageError, StoppedEarly
 from opal_deploy.preprocess.decode import Source, open_file
 from opal_deploy.records.names import escape_name
@@ -38,12 +39,6 @@ _Member: TypeAlias = tuple[str, Source | None]
 def is_archive_name(name: str) -> bool:
     """Return whether a file of this name is read as an archive."""
     return name.lower().endswith(_SUFFIXES)
-
-
-def is_hidden(name: str) -> bool:
-    """Return whether a member or one of its folders is hidden, such as `__MACOSX/._x.jpg`."""
-    parts = re.split(r"[/\\]", name)
-    return "__MACOSX" in parts or any(part.startswith(".") and part not in (".", "..") for part in parts)
 
 
 @dataclass(frozen=True)
@@ -130,8 +125,11 @@ def archive_items(archive: Location, skipped: Skipped) -> Iterator[InputImage]:
     try:
         fingerprint = FileFingerprint.read(archive)
         with _open_archive(archive, fingerprint) as stream:
-            for last, content in _read_members(archive, stream, fingerprint):
-                if content is None or is_hidden(last) or not is_image_name(last):
+            # whatever kind its name claims
+            read_members = _read_zip if stream.read(4) in _ZIP_SIGNATURES else _read_tar
+            stream.seek(0)
+            for last, content in read_members(archive, stream, fingerprint):
+                if content is None or is_hidden(*re.split(r"[/\\]", last)) or not is_image_name(last):
                     others.add(last.rpartition("/")[2])
                 else:
                     empty = False
@@ -156,13 +154,6 @@ def archive_items(archive: Location, skipped: Skipped) -> Iterator[InputImage]:
         yield InputImage.at(archive, error=problem)
     elif empty:
         yield no_images_error(archive, others)
-
-
-def _read_members(archive: Location, stream: BinaryIO, fingerprint: FileFingerprint) -> Iterator[_Member]:
-    """Yield an archive's members, whatever kind its name claims."""
-    is_zip = stream.read(4) in _ZIP_SIGNATURES
-    stream.seek(0)
-    yield from (_read_zip if is_zip else _read_tar)(archive, stream, fingerprint)
 
 
 def _read_tar(archive: Location, stream: BinaryIO, fingerprint: FileFingerprint) -> Iterator[_Member]:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TextIO, cast
 
 from opal_deploy.artifact.files import find_encoding, model_kind
+from opal_deploy.datasets.samples import is_hidden, is_skipped
 from opal_deploy.errors import ImageError, StoppedEarly, UsageError
-from opal_deploy.records.run_files import OVERLAYS, RESULTS, SHEETS
 from opal_deploy.remote import RemoteFile, is_url, list_files, redact
-from opal_deploy.sources.archives import archive_items, is_archive_name, is_hidden
+from opal_deploy.sources.archives import archive_items, is_archive_name
 from opal_deploy.sources.image import InputImage, Location, Skipped, is_image_name, is_video_name, no_images_error
 from opal_deploy.sources.video import (
     NO_VIDEOS,
@@ -41,14 +41,9 @@ _CONTAINER_CODES = frozenset(
 
 
 def discover(
-    inputs: Iterable[str],
-    skipped: Skipped,
-    stdin: TextIO | None = None,
-    *,
-    recursive: bool = True,
-    video: VideoOptions = NO_VIDEOS,
+    inputs: Iterable[str], skipped: Skipped, stdin: TextIO | None = None, *, recursive: bool = True
 ) -> Iterator[InputImage]:
-    """Yield the images of `inputs`, in order and numbered, with the chosen frames in place of each video.
+    """Yield the images of `inputs`, in order and numbered; videos in folders and globs are skipped.
 
     Args:
         inputs: folders, files, globs, archives (.tar, plain or compressed, and .zip; a glob may match them), `-` for
@@ -57,13 +52,11 @@ def discover(
         skipped: counts the other files in folders and archives.
         stdin: the stream for `-`.
         recursive: include subfolders.
-        video: which frames of videos to take, and how; without a choice, videos in folders and globs are skipped.
 
     Raises:
         UsageError: no image was found. If only some inputs have no images, each of these is an image with an `error`.
     """
-    videos = video.sampling is not None
-    return expand(list_items(inputs, skipped, stdin, recursive=recursive, videos=videos), video)
+    return expand(list_items(inputs, skipped, stdin, recursive=recursive))
 
 
 def expand(
@@ -97,7 +90,7 @@ def check_inputs(inputs: Iterable[str], sampling: Sampling | None = None) -> Non
 
     Raises:
         UsageError: no input, one that does not exist, a model file, or a video without a choice of frames.
-        MissingExtra: a package for an input is not installed.
+        MissingExtra: the package of a bucket is not installed.
     """
     texts = list(inputs)
     if not texts:
@@ -201,7 +194,7 @@ def _url_items(file: RemoteFile, skipped: Skipped, *, recursive: bool) -> Iterat
 def _bucket_items(folder: RemoteFile, skipped: Skipped, *, recursive: bool) -> Iterator[InputImage]:
     empty, others = True, Skipped()
     for name, file in list_files(folder, recursive=recursive):
-        if is_hidden(name) or not is_image_name(name):
+        if is_hidden(*name.split("/")) or not is_image_name(name):
             others.add(file.name)
         else:
             empty = False
@@ -214,10 +207,12 @@ def _bucket_items(folder: RemoteFile, skipped: Skipped, *, recursive: bool) -> I
 def glob_items(pattern: str, skipped: Skipped, *, recursive: bool, videos: bool = False) -> Iterator[InputImage]:
     """Yield what a glob matches: images, members of archives, images of folders; with `videos` videos too."""
     matches = expand_glob(pattern)
-    empty = True
+    empty, names_hidden = True, is_hidden(*Path(pattern).parts)
     for match in matches:
         path = Path(match)
-        if os.path.isdir(match):
+        if is_hidden(*path.parts) and not names_hidden:
+            skipped.add(path.name)
+        elif os.path.isdir(match):
             # the files of a folder match `**`, too
             if "**" not in pattern:
                 empty = False
@@ -277,19 +272,15 @@ def _scan_folder(folder: Path, skipped: Skipped, recursive: bool, videos: bool) 
     """Return the names of a folder's images and subfolders in order, and whether each is a subfolder."""
     with os.scandir(folder) as scanned:
         entries = sorted(scanned, key=lambda entry: os.fsencode(entry.name))
-    is_run_dir, taken = any(entry.name == RESULTS for entry in entries), []
+    taken = []
     for entry in entries:
         name = entry.name
-        # overlays of a run are not photographs
-        if name.startswith(".") or (is_run_dir and name in (OVERLAYS, SHEETS)):
-            skipped.add(name)
         # without a question about links first, a folder that disappears would be no folder; its record says so
-        elif entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry.path)):
-            taken += [(name, True)] * recursive
-        elif _is_taken(name, videos):
-            taken.append((name, False))
-        else:
+        is_folder = entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(entry.path))
+        if is_skipped(folder / name) if is_folder else is_hidden(name) or not _is_taken(name, videos):
             skipped.add(name)
+        elif recursive or not is_folder:
+            taken.append((name, is_folder))
     return taken
 
 

@@ -22,11 +22,6 @@ def test_missing_or_empty_folder_is_one_line(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
-def test_name_overrules_the_files(tmp_path):
-    write_class_folders(write_cub(tmp_path), ["a", "b"])
-    assert read_dataset(tmp_path, "imagefolder").class_names == ["a", "b", "images"]
-
-
 def test_a_folder_that_looks_like_several_data_sets(tmp_path):
     (write_cub(tmp_path) / "101_ObjectCategories").mkdir(parents=True)
     with pytest.raises(UsageError, match=r"\(cub, caltech101\)"):

@@ -12,7 +12,7 @@ from opal_deploy.run.setup import Inputs
 @pytest.fixture(autouse=True)
 def photos(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("in/a.jpg", "in/b/c.png", "in/b/.d.png", "in/b/notes.txt", "in/run/results.jsonl",
+    for name in ("in/a.jpg", "in/b/c.png", "in/b/.d.png", "in/b/notes.txt", "in/run/run.json",
                  "in/run/overlays/x.jpg", "in/b/e.jpg", "more/f.jpg"):  # fmt: skip
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()

@@ -74,11 +74,11 @@ def memory_under(limit):
 def test_members_come_in_order_and_other_members_are_counted(tmp_path, kind):
     nested = pack(tmp_path / "nested.tar", {"n.png": png(9)}, "plain.tar").read_bytes()
     images = {"b.png": png(1), "a/x.png": png(2), "a/c.PNG": png(3)}
-    others = {"b.cls": b"3", "__MACOSX/._b.png": b"x", ".hidden/a.png": b"x", "nested.tar": nested}
+    others = {"b.cls": b"3", "__MACOSX/b.png": b"x", "@eaDir/a.png": b"x", ".hidden/a.png": b"x", "nested.tar": nested}
     skipped = Skipped()
     path = pack(tmp_path / kind, images | others)
     members = items(path, skipped=skipped)
-    assert ([item.relative for item in members], skipped.count) == (["b.png", "a/x.png", "a/c.PNG"], 4)
+    assert ([item.relative for item in members], skipped.count) == (["b.png", "a/x.png", "a/c.PNG"], 5)
     assert [item.name for item in members] == [f"{path}/b.png", f"{path}/a/x.png", f"{path}/a/c.PNG"]
     # a decode process reads them; only a compressed tar's bytes are carried along
     assert outcomes(pickle.loads(pickle.dumps(members))) == [1, 2, 3]  # noqa: S301

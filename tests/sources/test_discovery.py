@@ -29,12 +29,15 @@ def test_a_folders_images_come_sorted_with_those_of_its_subfolders(tmp_path):
     # a suffix that no decoder may know is not passed over in silence
     found = ("b.jpg", "a/2.PNG", "a/10.png", "c/d/e.webp", "B.jpg", "z.heic", "z.svg", "overlays/a.jpg")
     not_images = (".b.jpg", ".cache/c.jpg", "notes.txt", "jpg")
-    # overlays of our own runs
-    ours = ("run/results.jsonl", "run/overlays/000000-a.jpg")
+    # what systems and our own runs leave
+    ours = ("@eaDir/a.jpg", "a/@eaDir/a.jpg", "__MACOSX/a.jpg", "run/run.json", "run/overlays/000000-a.jpg")
     touch(*(tmp_path / name for name in (*found, *not_images, *ours)))
     skipped = Skipped()
     assert names(tmp_path, skipped=skipped) == sorted(found)
-    assert (skipped.count, skipped.examples) == (6, [".b.jpg", ".cache", "jpg"])
+    assert (skipped.count, skipped.examples) == (8, [".b.jpg", ".cache", "@eaDir"])
+    # a run whose folder is that of its images
+    touch(tmp_path / "run.json")
+    assert names(tmp_path) == sorted({*found} - {"overlays/a.jpg"})
     assert names(tmp_path, recursive=False) == ["B.jpg", "b.jpg", "z.heic", "z.svg"]
 
 
@@ -103,6 +106,9 @@ def test_a_glob_takes_files_and_the_folders_it_matches(tmp_path):
     assert skipped.count == 1
     assert names(tmp_path / "**") == ["x1.jpg", "a.jpg", "e.jpg", "y.jpg"]
     assert names(tmp_path / "**/d/*.jpg") == ["e.jpg"]
+    touch(tmp_path / "x2/@eaDir/a.jpg")
+    assert names(tmp_path / "x*/**/*.jpg") == ["a.jpg", "e.jpg"]
+    assert names(tmp_path / "x2/@eaDir/*.jpg") == ["a.jpg"]
 
 
 def test_a_list_names_one_path_a_line(tmp_path, monkeypatch):
@@ -112,6 +118,8 @@ def test_a_list_names_one_path_a_line(tmp_path, monkeypatch):
     assert [os.fsencode(item.source) for item in discover(["-"], Skipped(), stdin)] == expected
     (tmp_path / "list.txt").write_bytes(b"\xef\xbb\xbf" + content)
     assert [os.fsencode(item.source) for item in discover([f"@{tmp_path}/list.txt"], Skipped())] == expected
+    (tmp_path / "list.txt").write_bytes("ä.jpg\r\n".encode("utf-16"))
+    assert names(f"@{tmp_path / 'list.txt'}") == ["ä.jpg"]
     # a file whose name looks like a list's is that file
     monkeypatch.chdir(tmp_path)
     touch(tmp_path / "@a.png")
@@ -178,9 +186,3 @@ def test_a_folder_that_vanishes_during_the_run_is_one_error(tmp_path):
     first = next(images)
     shutil.rmtree(tmp_path / "in/vanishing")
     assert statuses([first, *images]) == {"0.png": "ok", "vanishing": "unreadable", "z.png": "ok"}
-
-
-def test_a_list_in_utf_16_is_read(tmp_path):
-    save(tmp_path / "ä.png")
-    (tmp_path / "list.txt").write_bytes(f"{tmp_path / 'ä.png'}\r\n".encode("utf-16"))
-    assert names(f"@{tmp_path / 'list.txt'}") == ["ä.png"] or names(f"@{tmp_path / 'list.txt'}")[0].endswith("ä.png")
