@@ -73,7 +73,10 @@ def _parse_scheme(url: str) -> str:
 
 def _open_filesystem(url: str) -> Any:
     """Return fsspec's file system of a URL, for any thread of this process; raise ImageError if it cannot be opened."""
-    scheme = _parse_scheme(url)
+    try:
+        scheme = _parse_scheme(url)
+    except UsageError as error:
+        raise ImageError("unreadable", str(error)) from None
     # without an account or credentials, some cannot be opened
     with storage_errors():
         return _connect(os.getpid(), scheme)
@@ -230,14 +233,9 @@ class RemoteFile:
 
 
 def parse_source(source: str | os.PathLike[str]) -> Path | RemoteFile:
-    """Return a path, or the file of a URL; raise ImageError (`unreadable`) if the URL is not supported."""
+    """Return a path, or the file of a URL; opening it raises ImageError (`unreadable`) if the URL is not supported."""
     text = os.fspath(source)
-    if not is_url(text):
-        return Path(text)
-    try:
-        return RemoteFile.parse(text)
-    except UsageError as error:
-        raise ImageError("unreadable", str(error)) from None
+    return RemoteFile(text, redact(text)) if is_url(text) else Path(text)
 
 
 def list_files(folder: RemoteFile, *, recursive: bool = True) -> Iterator[tuple[str, RemoteFile]]:

@@ -96,8 +96,14 @@ class WorkerPool:
         raise result
 
     def call_timed(self, timer: StageTimer, function: Callable[..., T], *args: object) -> T:
-        """Call a function as `call` does, with a timer of its process before `args`; add its times to `timer`."""
-        result, stages = self.call(_call_timed, function, args, enabled=timer.enabled)
+        """Call a function as `call` does, with a timer of its process before `args`; add its times to `timer`.
+
+        A call whose process crashes is repeated once: the system may have ended the process for lack of memory.
+        """
+        try:
+            result, stages = self.call(_call_timed, function, args, enabled=timer.enabled)
+        except WorkerCrashed:
+            result, stages = self.call(_call_timed, function, args, enabled=timer.enabled)
         timer.add(stages)
         return result
 
@@ -175,13 +181,8 @@ class _Process:
         """Return how the process ended, completing "it ..."."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(_EXIT_SECONDS)
-        code = self.popen.returncode or 0
-        if code >= 0:
-            return f"ended with exit code {code}"
-        try:
-            return f"was ended by {signal.Signals(-code).name}"
-        except ValueError:
-            return f"was ended by signal {-code}"
+        code, names = self.popen.returncode or 0, {-number: number.name for number in signal.Signals}
+        return f"ended with exit code {code}" if code >= 0 else f"was ended by {names.get(code, f'signal {-code}')}"
 
     def close(self) -> None:
         """End the process and all that it started."""

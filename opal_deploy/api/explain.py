@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from opal_deploy.records.decision import Decision
 from opal_deploy.records.names import read_slot_names
 from opal_deploy.records.record import Failed
 from opal_deploy.records.run_files import overlay_name
-from opal_deploy.run.drawing import SheetBuilder
+from opal_deploy.run.drawing import Sheet, build_sheet, check_exact_evidence
 from opal_deploy.run.setup import Inputs
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.sources import discovery
@@ -57,7 +58,7 @@ def write_sheets(images: Sequence[str], model: StrPath | None, options: ExplainO
     output = _Output.parse(images, options)
     crops = read_boxes(Path(options.boxes), options.box_confidence) if options.boxes else None
     labels = read_labels(options.labels) if options.labels else None
-    sessions, builder = _open(model, options, boxed=crops is not None)
+    sessions, build = _open(model, options, boxed=crops is not None)
     inference = InferenceOptions(batch=1, workers=1, max_pixels=options.max_pixels, keep_images=True, keep_outputs=True)
     found = annotate(discovery.discover(images, Skipped(), sys.stdin), crops, labels)
     documents: list[dict[str, Any]] = []
@@ -69,7 +70,7 @@ def write_sheets(images: Sequence[str], model: StrPath | None, options: ExplainO
         try:
             path = output.name_sheet(index, name)
             output.check(path, name)
-            documents.append({**_write_sheet(result, builder, path, options), "sheet": path.as_posix()})
+            documents.append({**_write_sheet(result, build, path, options), "sheet": path.as_posix()})
         except ImageError as error:
             if output.single:
                 raise
@@ -81,8 +82,8 @@ def write_sheets(images: Sequence[str], model: StrPath | None, options: ExplainO
     return WrittenSheets(documents, failed, output.single)
 
 
-def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tuple[Any, SheetBuilder]:
-    """Open the model, and return its session with the builder of its sheets."""
+def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tuple[Any, Callable[[Result], Sheet]]:
+    """Open the model, and return its session with the function that builds its sheets."""
     path = Path(model) if model is not None else setup.find_default_model(options.device, options.runtime, options.log)
     raise_pillow_limit(options.max_pixels)
     if options.expect_sha256 is not None:
@@ -93,16 +94,18 @@ def _open(model: StrPath | None, options: ExplainOptions, *, boxed: bool) -> tup
     names = None
     if options.slot_names is not None:
         names = read_slot_names(Path(options.slot_names), metadata.class_names, metadata.class_map)
-    builder = SheetBuilder(metadata, str(path), names, decision)
+    check_exact_evidence(metadata, str(path))
     setup.log_cautions(metadata, boxed=boxed, crop_hint="--boxes FILE", log=options.log)
-    return sessions, builder
+    return sessions, partial(build_sheet, metadata=metadata, names=names, decision=decision)
 
 
-def _write_sheet(result: Result, builder: SheetBuilder, path: Path, options: ExplainOptions) -> dict[str, Any]:
+def _write_sheet(
+    result: Result, build: Callable[[Result], Sheet], path: Path, options: ExplainOptions
+) -> dict[str, Any]:
     """Write one sheet and return its content for JSON; raise ImageError if the image cannot be used."""
     if isinstance(result.record, Failed):
         raise ImageError(result.record.error.code, result.record.error.message)
-    sheet = builder.build(result)
+    sheet = build(result)
     with atomic_write(path) as temporary:
         temporary.write_bytes(sheet.drawing.encode(path.suffix.lower().lstrip(".")))
     options.log(one_line(f"{format_line(sheet.record)}: {path}"))

@@ -223,18 +223,18 @@ class Model:
                 suffix is another one.
         """
         # slow to import
-        from opal_deploy.run.drawing import SheetBuilder
+        from opal_deploy.run.drawing import build_sheet, check_exact_evidence
 
         options = options or InferenceOptions()
         file_format = Path(path).suffix.lower().lstrip(".")
         if file_format not in ("png", "svg"):
             raise UsageError(f"{os.fspath(path)}: expected a .png or .svg file")
-        builder = SheetBuilder(self.metadata, str(self.path or "the model"), decision=options.decision)
+        check_exact_evidence(self.metadata, str(self.path or "the model"))
         options = replace(options, batch=1, workers=1, keep_images=True, keep_outputs=True)
         (result,) = predict_stream([image], self.sessions[:1], options)
         if isinstance(result.record, Failed):
             raise ImageError(result.record.error.code, result.record.error.message)
-        return builder.build(result).drawing.encode(file_format)
+        return build_sheet(result, self.metadata, decision=options.decision).drawing.encode(file_format)
 
     def serve(
         self,

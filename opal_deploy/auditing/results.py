@@ -92,7 +92,7 @@ def read_records(results: Path) -> Iterator[Record]:
 
 
 def locate_image(record: Record, root: Path) -> Path | RemoteFile:
-    """Return the path (below `root`) or remote file of a record's image; raise ImageError for an unsupported URL."""
+    """Return the path (below `root`) or remote file of a record's image."""
     source = parse_source(unescape_name(record.image or ""))
     return root / source if isinstance(source, Path) else source
 

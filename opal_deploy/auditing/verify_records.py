@@ -8,13 +8,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from opal_deploy.auditing.record_diff import FieldDifference, Tolerance, diff_records
 from opal_deploy.auditing.results import RunRecords, locate_image, scan_lines
 from opal_deploy.errors import ImageError
 from opal_deploy.predict.executor import predict_stream
-from opal_deploy.predict.prepare import InferenceOptions, content_sha256
+from opal_deploy.predict.prepare import File, InferenceOptions, read_file
 from opal_deploy.records.lines import to_document
 from opal_deploy.records.record import Failed, Record
 from opal_deploy.records.run_files import overlay_name
@@ -124,7 +124,7 @@ class GivenImages:
 
 def _hash(item: InputImage) -> str | None:
     try:
-        return None if item.error else content_sha256(item.source)
+        return None if item.error else read_file(cast(File, item.source))[1]
     except ImageError:
         return None
 
@@ -246,17 +246,14 @@ def _build_request(record: Record, check: CheckOptions) -> InputImage:
     item = check.images.find(record)
     if item is None and record.image is None:
         return InputImage(None, b"", error=ImageError("not_found", "the record has no image name"))
-    try:
-        item = item or _locate(record, check.root)
-    except ImageError as error:
-        return InputImage(record.image, b"", error=error)
+    item = item or _locate(record, check.root)
     missing = replace(item, error=ImageError("no_box", "the file of boxes has no such detection"))
     request = next((crop for crop in annotate([item], check.boxes) if crop.detection == record.detection), missing)
     return replace(request, name=record.image, index=None)
 
 
 def _locate(record: Record, root: Path) -> InputImage:
-    """Return the image that a record names; raise ImageError for an unsupported URL. Frames are not computed again."""
+    """Return the image that a record names. Frames are not computed again."""
     path = locate_image(record, Path())
     item = InputImage.at(path)
     if not isinstance(path, Path):

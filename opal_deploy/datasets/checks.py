@@ -5,13 +5,12 @@
     empty         a class or split without an image: an error for training and validation, else a warning
     duplicate     listed twice, or two files with the same bytes: a warning; both stay, as official lists have them
 
-Only image headers are read, except for EXIF-rotated images with boxes. Files are read in threads, because most of the
-time is spent waiting, above all on a network drive.
+Only image headers are read. Files are read in threads, because most of the time is spent waiting, above all on a
+network drive.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -20,8 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from PIL import ExifTags, Image
+from PIL import Image
 
+from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.datasets.samples import (
     DataSet,
     Listing,
@@ -35,14 +35,12 @@ from opal_deploy.datasets.samples import (
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.logs import Progress
 from opal_deploy.options import StrPath
-from opal_deploy.preprocess.decode import MAX_PIXELS, decode
+from opal_deploy.preprocess.decode import MAX_PIXELS, decode, is_transposed
 from opal_deploy.preprocess.geometry import compute_geometry
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-# EXIF orientations that swap width and height
-_TRANSPOSED = (5, 6, 7, 8)
 # as many background images as the OOD score averages over
 _MIN_BACKGROUND = 5
 _NUM_THREADS = 8
@@ -88,8 +86,16 @@ def check_dataset(listing: Listing, progress: Progress | None = None) -> DataSet
 
 def find_problems(samples: list[Sample], progress: Progress | None = None, *, whole: bool = False) -> dict[Path, str]:
     """Return the unusable files with the reasons, judged by their headers, or by the `whole` files."""
+
+    def find_problem(sample: Sample) -> str | None:
+        try:
+            if whole or not _has_good_header(sample):
+                decode(sample.path)
+        except ImageError as error:
+            return str(error)
+        return None
+
     reasons: dict[Path, str] = {}
-    find_problem = _problem_of_file if whole else _header_problem
     for done, (sample, reason) in enumerate(zip(samples, map_in_threads(find_problem, samples), strict=True), 1):
         if reason is not None:
             reasons[sample.path] = reason
@@ -98,29 +104,20 @@ def find_problems(samples: list[Sample], progress: Progress | None = None, *, wh
     return reasons
 
 
-def _header_problem(sample: Sample) -> str | None:
-    """Return why a file cannot be used, judged by its header; None for a good file."""
+def _has_good_header(sample: Sample) -> bool:
+    """Return whether a file's header can be read; raise ImageError for a bad size or box."""
     try:
         with Image.open(sample.path) as image:
             if image.width * image.height > MAX_PIXELS:
-                return f"{image.width}x{image.height} is over the limit of {MAX_PIXELS:,} pixels"
+                limit = f"the limit of {MAX_PIXELS:,} pixels"
+                raise ImageError("too_many_pixels", f"{image.width}x{image.height} is over {limit}")
             if sample.box is not None:
-                transposed = image.getexif().get(ExifTags.Base.Orientation) in _TRANSPOSED
-                compute_geometry(decode(sample.path) if transposed else image, sample.box)
-    except ImageError as error:
-        return str(error)
+                compute_geometry(image.size[::-1] if is_transposed(image) else image.size, sample.box)
+    except ImageError:
+        raise
     except Exception:  # Pillow's readers raise nearly anything for a damaged header; `decode` says why in a few words
-        return _problem_of_file(sample)
-    return None
-
-
-def _problem_of_file(sample: Sample) -> str | None:
-    """Return why a file cannot be decoded; None for a good file."""
-    try:
-        decode(sample.path)
-    except ImageError as error:
-        return str(error)
-    return None
+        return False
+    return True
 
 
 def duplicate_warnings(data: DataSet) -> list[str]:
@@ -156,29 +153,17 @@ def find_identical_files(paths: Iterable[Path]) -> list[list[Path]]:
 
     Only files of equal size are read.
     """
-    by_size: dict[Hashable, list[Path]] = _group(paths, os.path.getsize)
-    by_bytes = _group((path for group in by_size.values() if len(group) > 1 for path in group), _hash_file)
+    by_size = _group(paths, os.path.getsize)
+    by_bytes = _group((path for group in by_size.values() if len(group) > 1 for path in group), compute_sha256)
     return [group for group in by_bytes.values() if len(group) > 1]
 
 
 def _group(paths: Iterable[Path], measure: Callable[[Path], Hashable]) -> dict[Hashable, list[Path]]:
-    """Return the paths by their measure; the header check names those that cannot be read, which equal no other."""
-
-    def measure_or_path(path: Path) -> Hashable:
-        try:
-            return measure(path)
-        except OSError:
-            return path
-
+    """Return the paths by their measure."""
     paths, groups = list(paths), defaultdict(list)
-    for path, key in zip(paths, map_in_threads(measure_or_path, paths), strict=True):
+    for path, key in zip(paths, map_in_threads(measure, paths), strict=True):
         groups[key].append(path)
     return groups
-
-
-def _hash_file(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, hashlib.blake2b).digest()
 
 
 def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:

@@ -74,7 +74,7 @@ def cut_patches(
     for row, cuts in sorted(wanted.items()):
         sample = samples[row]
         image = decode(sample.path).convert("RGB")
-        crop = compute_geometry(image, sample.box if boxes else None).crop
+        crop = compute_geometry(image.size, sample.box if boxes else None).crop
         own = metadata.cells.boxes([crop], *np.moveaxis(evidence.cells[row][None], 2, 0))[0]
         for class_id, slot, place in cuts:
             cut = _cut(image, tuple(own[place].tolist()), metadata.reach, float(values[row, place]), sample.path.name)

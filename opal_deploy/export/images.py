@@ -89,7 +89,7 @@ class ImagePool:
             height, width = self.input_size
             return Image.fromarray(draw_example(number, height * 3 // 2, width * 2))
         image = decode(sample.path)
-        return image.crop(compute_geometry(image, sample.box).crop)
+        return image.crop(compute_geometry(image.size, sample.box).crop)
 
     def _draw(self) -> Iterator[tuple[Pixels, str, str, None]]:
         for number in range(MAX_CREATURES):
@@ -99,7 +99,7 @@ class ImagePool:
         for sample, split in photographs:
             try:
                 image = decode(sample.path)
-                pixels = to_input(image, compute_geometry(image, sample.box), self.input_size)
+                pixels = to_input(image, compute_geometry(image.size, sample.box), self.input_size)
             except ImageError:
                 continue
             yield pixels, str(sample.path), split, sample

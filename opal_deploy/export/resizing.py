@@ -117,7 +117,7 @@ def compare_resizing(
     """
     resized, computed = [], []
     for image in images:
-        resized.append(to_input(image, compute_geometry(image), session.metadata.input_size))
+        resized.append(to_input(image, compute_geometry(image.size), session.metadata.input_size))
         computed.append(session.run_normalised(np.asarray(image)[None]))
     reference = run_in_batches(run, np.stack(resized), Reference.concatenate)
     return compare_outputs(reference, Outputs.concatenate(computed), session.metadata, RESIZING_GATE)

@@ -127,19 +127,12 @@ class DecoderPool:
     """
 
     def __init__(
-        self,
-        options: InferenceOptions,
-        form: InputForm,
-        timer: StageTimer = NO_OP_TIMER,
-        *,
-        slots: int,
-        rows: int,
+        self, options: InferenceOptions, form: InputForm, timer: StageTimer = NO_OP_TIMER, *, slots: int, rows: int
     ) -> None:
         """Start nothing yet.
 
         Args:
-            options: how images are decoded.
-            form: of the model's input.
+            options, form: how images are decoded, and the form of the model's input.
             timer: receives the times of the stages, under the role `decoders`.
             slots, rows: maximum batches between `submit` and their release, and maximum images per batch.
 
@@ -201,9 +194,7 @@ class DecoderPool:
             prepared |= self._prepare_isolated(isolated, slot, self.processes)
         return [replace(prepared[row], input=_drop_bytes(image)) for row, image in images.items()]
 
-    def _prepare_isolated(
-        self, images: dict[int, InputImage], slot: int, processes: WorkerPool, attempts: int = 2
-    ) -> dict[int, Prepared]:
+    def _prepare_isolated(self, images: dict[int, InputImage], slot: int, processes: WorkerPool) -> dict[int, Prepared]:
         """Prepare images in one process; if that fails, each image again alone."""
         # without what only the record needs
         sent = {row: InputImage(None, image.source, image.crop) for row, image in images.items()}
@@ -219,20 +210,13 @@ class DecoderPool:
             if isinstance(failure, WorkerTimeout):
                 limit = f"{self._options.decode_timeout:g} s; raise --decode-timeout"
                 error = ImageError("decode_timeout", f"it was not decoded within {limit}")
-            elif attempts > 1:
-                # the crash may have come from outside, as where the system is short of memory
-                return self._prepare_isolated(images, slot, processes, attempts - 1)
             else:
                 error = ImageError("decoder_crashed", f"its decoder {failure}, each of 2 times")
             return {row: Prepared(image, error=error) for row, image in images.items()}
 
 
 def _prepare_rows(
-    timer: StageTimer,
-    images: dict[int, InputImage],
-    form: InputForm,
-    options: InferenceOptions,
-    pixels: Pixels,
+    timer: StageTimer, images: dict[int, InputImage], form: InputForm, options: InferenceOptions, pixels: Pixels
 ) -> dict[int, Prepared]:
     """Prepare images into the rows of `pixels` that are their keys."""
     return {
@@ -253,11 +237,9 @@ def _prepare_in_process(
     """Prepare images in a worker process, which answers with neither their sources nor their pixels."""
     raise_pillow_limit(options.max_pixels)
     prepared = _prepare_rows(timer, images, form, options, _map_slots_once(descriptor, shape)[slot])
-    return {row: replace(result, input=_UNNAMED) for row, result in prepared.items()}
-
-
-# in place of the image that the caller knows
-_UNNAMED = InputImage(None, b"")
+    # the caller knows them
+    unnamed = InputImage(None, b"")
+    return {row: replace(result, input=unnamed) for row, result in prepared.items()}
 
 
 def group_size(rows: int, workers: int) -> int:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from typing import Protocol, Self, TypeAlias, TypeVar, cast
+from typing import Any, Protocol, Self, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -28,8 +28,8 @@ from opal_deploy.errors import ImageError, OpalError, OutOfMemory
 from opal_deploy.predict.decoder_pool import DecoderPool, PreparedBatch, group_size
 from opal_deploy.predict.prepare import InferenceOptions, Pixels, Prepared, Result
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.records.build import Digests, ImageInfo, Place, build_records, error_record
-from opal_deploy.records.record import Record
+from opal_deploy.records.build import ImageInfo, build_records, error_record
+from opal_deploy.records.record import Answered
 from opal_deploy.runtime.session import PaddingSession, PipelinedSession, Session, pinned
 from opal_deploy.sources.image import InputImage
 from opal_deploy.timing import NO_OP_TIMER, StageTimer
@@ -40,15 +40,12 @@ _PADDING = InputImage(None, b"", error=ImageError("padding", "keeps another imag
 
 
 def predict_stream(
-    images: Iterable[InputImage],
-    sessions: Sequence[Session],
-    options: InferenceOptions,
-    timer: StageTimer = NO_OP_TIMER,
+    images: Iterable[InputImage], sessions: Sequence[Session], options: InferenceOptions
 ) -> Generator[Result, None, None]:
     """Yield one result per image, in the order of the images; see `predict_batches`."""
     with (
-        open_decoders(sessions, options, timer) as decoders,
-        closing(predict_batches(images, sessions, options, decoders, timer)) as batches,
+        open_decoders(sessions, options) as decoders,
+        closing(predict_batches(images, sessions, options, decoders)) as batches,
     ):
         for results in batches:
             yield from results
@@ -142,13 +139,7 @@ class BatchPredictor:
     """
 
     def __init__(self, session: Session, options: InferenceOptions, timer: StageTimer = NO_OP_TIMER) -> None:
-        """Load and run nothing yet.
-
-        Args:
-            session: the model.
-            options: the options of batches and records.
-            timer: receives the times of the stages `compute` and `evidence`.
-        """
+        """Load and run nothing yet; `timer` receives the times of the stages `compute` and `evidence`."""
         self._session, self._options, self._timer = session, options, timer
         self._pipelined = session if isinstance(session, PipelinedSession) else None
         self.depth = _count_in_flight(session)
@@ -232,57 +223,41 @@ class BatchPredictor:
         """Return the result of each image from its row of `outputs`, see `submit`."""
         options, results = self._options, []
         with self._timer.stage("evidence"):
-            errors = _find_errors(part, outputs)
+            # half precision overflows for some images, and JSON has no NaN
+            finite = [True] * len(part) if outputs is None else outputs.rows(0, len(part)).is_finite().tolist()
+            not_finite = ImageError("not_finite", "the model's logits for it are NaN or infinite")
+            errors = [image.error or (None if fits else not_finite) for image, fits in zip(part, finite, strict=True)]
+            infos = [
+                ImageInfo(prepared.input.name, cast(Geometry, prepared.geometry), self._list_fields(prepared))
+                for prepared in part
+            ]
             answered = [row for row, error in enumerate(errors) if error is None]
-            records: Iterator[Record] = iter(())
+            records: list[Answered] = []
             if outputs is not None and answered:
-                infos = [self._build_info(part[row]) for row in answered]
-                records = iter(
-                    build_records(
-                        infos, outputs.take(answered), self._session.metadata, top=options.top,
-                        decision=options.decision, slot_names=options.slot_names,
-                    )
+                records = build_records(
+                    [infos[row] for row in answered], outputs.take(answered), self._session.metadata, top=options.top,
+                    decision=options.decision, slot_names=options.slot_names,
                 )  # fmt: skip
-            for row, (prepared, error) in enumerate(zip(part, errors, strict=True)):
+            built = dict(zip(answered, records, strict=True))
+            for row, (prepared, info, error) in enumerate(zip(part, infos, errors, strict=True)):
                 if error is not None:
-                    results.append(Result(self._build_error(prepared, error), prepared))
+                    failed = error_record(info.name, error.code, str(error), **info.fields)
+                    results.append(Result(failed, prepared))
                     continue
+                assert outputs is not None
                 # a drawing shows shares
-                wanted = options.keep_outputs or (
-                    options.keep_images and outputs is not None and outputs.shares is not None
-                )
-                kept = outputs.rows(row, row + 1) if outputs is not None and wanted else None
-                results.append(Result(next(records), prepared, kept))
+                is_kept = options.keep_outputs or (options.keep_images and outputs.shares is not None)
+                results.append(Result(built[row], prepared, outputs.rows(row, row + 1) if is_kept else None))
         return results
 
-    def _build_info(self, prepared: Prepared) -> ImageInfo:
-        request = prepared.input
-        digests = Digests(prepared.image_sha256, self._options.model_sha256)
-        geometry = cast(Geometry, prepared.geometry)
-        return ImageInfo(request.name, geometry, digests, request.label, request.index, _find_place(request))
-
-    def _build_error(self, prepared: Prepared, error: ImageError) -> Record:
-        request, digests = prepared.input, Digests(prepared.image_sha256, self._options.model_sha256)
-        return error_record(
-            request.name, error.code, str(error), digests=digests, label=request.label, index=request.index,
-            place=_find_place(request),
-        )  # fmt: skip
-
-
-def _find_errors(part: Sequence[Prepared], outputs: Outputs | None) -> list[ImageError | None]:
-    if outputs is None:
-        return [prepared.error for prepared in part]
-    # half precision overflows for some images, and JSON has no NaN
-    finite = outputs.rows(0, len(part)).is_finite().tolist()
-    not_finite = ImageError("not_finite", "the model's logits for it are NaN or infinite")
-    return [
-        prepared.error or (None if is_finite else not_finite) for prepared, is_finite in zip(part, finite, strict=True)
-    ]
-
-
-def _find_place(request: InputImage) -> Place:
-    place = Place(detection=request.detection)
-    return place if request.frame is None else place._replace(frame=request.frame.index, time=request.frame.seconds)
+    def _list_fields(self, prepared: Prepared) -> dict[str, Any]:
+        """Return the fields of an image's record that neither its name nor the model says."""
+        image, frame = prepared.input, prepared.input.frame
+        return {
+            "image_index": image.index, "label": image.label, "detection": image.detection,
+            "image_sha256": prepared.image_sha256, "model_sha256": self._options.model_sha256,
+            **({} if frame is None else {"frame": frame.index, "time": frame.seconds}),
+        }  # fmt: skip
 
 
 def _count_in_flight(session: Session) -> int:

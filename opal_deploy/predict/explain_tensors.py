@@ -33,14 +33,9 @@ def build_explain_requests(
     for tensor, rows in ((NAME, names), (BOX, boxes)):
         if rows is not None and len(rows) != len(images):
             raise ValueError(f"input {tensor!r}: {len(rows)} rows found; expected {len(images)}, one per image")
-    return [
-        InputImage(
-            None if names is None else parse_name(names[row]),
-            bytes(image),
-            None if boxes is None else _parse_box(boxes[row]),
-        )
-        for row, image in enumerate(images)
-    ]
+    parsed = [None] * len(images) if names is None else [*map(parse_name, names)]
+    crops = [None] * len(images) if boxes is None else [*map(_parse_box, boxes)]
+    return [InputImage(name, bytes(image), crop) for image, name, crop in zip(images, parsed, crops, strict=True)]
 
 
 def parse_name(name: bytes) -> str | None:

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeAlias
+from typing import TYPE_CHECKING, BinaryIO, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,15 +30,14 @@ from opal_deploy.preprocess.decode import (
     MAX_PIXELS,
     Decoding,
     FileSource,
-    Source,
     decode,
-    decode_for_input,
+    decode_scaled,
     open_file,
 )
 from opal_deploy.preprocess.geometry import Geometry, compute_geometry
 from opal_deploy.preprocess.resize import fit_input, to_display
 from opal_deploy.records.decision import NO_DECISION, Decision
-from opal_deploy.remote import RemoteFile, parse_source
+from opal_deploy.remote import RemoteFile
 from opal_deploy.sources.image import InputImage
 from opal_deploy.timing import NO_OP_TIMER, StageTimer
 
@@ -177,13 +175,12 @@ def prepare(
         with timer.stage("decode"):
             if request.crop is None:
                 least = form.size if not form.rule.short else (form.rule.short,) * 2
-                image, geometry = decode_for_input(
-                    source, least, max_pixels=options.max_pixels, decoding=options.decode
-                )
+                min_size = least if options.decode is Decoding.fast else None
+                image, geometry = decode_scaled(source, min_size, max_pixels=options.max_pixels)
             else:
                 # a crop needs the pixels that scaled decoding would leave out
                 image = decode(source, max_pixels=options.max_pixels)
-                geometry = compute_geometry(image, request.crop)
+                geometry = compute_geometry(image.size, request.crop)
         with timer.stage("resize"):
             whole = image.size == (geometry.width, geometry.height)
             pixels, geometry = fit_input(image, geometry, form, options.decode)
@@ -214,7 +211,7 @@ def read_file(source: File) -> tuple[File, str | None]:
     if isinstance(source, bytes):
         return source, hashlib.sha256(source).hexdigest()
     try:
-        with open_file(parse_source(source) if isinstance(source, str | os.PathLike) else source) as stream:
+        with open_file(source) as stream:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(0)
             if size > MAX_READ_BYTES:
@@ -235,39 +232,23 @@ def _hash(stream: BinaryIO) -> str:
     return digest.hexdigest()
 
 
-def content_sha256(source: Source) -> str:
-    """Return the hex sha256 of an image's file or member, or of an image in memory as PPM; raise ImageError."""
-    if isinstance(source, bytes):
-        return hashlib.sha256(source).hexdigest()
-    if isinstance(source, str | Path | FileSource):
-        with open_file(parse_source(source) if isinstance(source, str) else source) as stream:
-            try:
-                return _hash(stream)
-            except OSError as error:
-                raise ImageError("unreadable", f"cannot be read: {error.strerror or error}") from None
-    buffer = io.BytesIO()
-    (source if isinstance(source, Image.Image) else Image.fromarray(source)).convert("RGB").save(buffer, "PPM")
-    return hashlib.sha256(buffer.getvalue()).hexdigest()
-
-
 def read_remote(images: Sequence[InputImage]) -> list[InputImage]:
     """Return the images; those over a network, several at a time, with their bytes or the error of reading them."""
     if not any(map(_is_remote, images)):
         return list(images)
+
+    def read(image: InputImage) -> InputImage:
+        if not _is_remote(image) or image.error is not None:
+            return image
+        try:
+            return replace(image, source=read_file(cast(FileSource, image.source))[0])
+        except ImageError as error:
+            return replace(image, error=error)
+
     with ThreadPoolExecutor(_REQUESTS) as threads:
-        return list(threads.map(_read_if_remote, images))
+        return list(threads.map(read, images))
 
 
 def _is_remote(image: InputImage) -> bool:
     source = image.source
     return isinstance(source, RemoteFile) or isinstance(getattr(source, "path", None), RemoteFile)
-
-
-def _read_if_remote(image: InputImage) -> InputImage:
-    if not _is_remote(image) or image.error is not None:
-        return image
-    assert isinstance(image.source, FileSource)
-    try:
-        return replace(image, source=read_file(image.source)[0])
-    except ImageError as error:
-        return replace(image, error=error)

@@ -86,12 +86,7 @@ def find_default_model(
 def check_model(path: Path, metadata: Metadata, *, explain: bool, boxed: bool, top: int, log: Log = log_line) -> None:
     """Check that the model supports the call, and log what limits its use.
 
-    Args:
-        path, metadata: the model file, and its metadata.
-        explain: overlays are drawn.
-        boxed: images are cropped to boxes.
-        top: classes to list in each record.
-        log: receives the cautions.
+    `explain`: overlays are drawn. `boxed`: images are cropped to boxes. `top`: classes to list in each record.
 
     Raises:
         UsageError: the model has no evidence, or lists fewer classes than asked for.

@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageFile, ImageOps, UnidentifiedImageError
 
-from opal_deploy.errors import ImageError, UsageError
+from opal_deploy.errors import ImageError
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.remote import parse_source
 
@@ -107,21 +107,15 @@ class Decoding(StrEnum):
     fast = "fast"
 
 
-def parse_decoding(text: str) -> Decoding:
-    """Parse the value of `--decode`; raise UsageError if there is no such decode path."""
-    if text not in list(Decoding):
-        raise UsageError(f"--decode {text!r}: expected {', '.join(Decoding)}")
-    return Decoding(text)
-
-
-# whatever can be decoded, and the part of it that has to be opened first; a str is a path or a URL
+# whatever can be decoded; a str is a path or a URL
 Source: TypeAlias = str | Path | bytes | FileSource | Image.Image | NDArray[np.uint8]
-PathOrSource: TypeAlias = Path | FileSource
 
 
-def open_file(source: PathOrSource) -> BinaryIO:
-    """Open a regular file or a FileSource, without reading it as a whole; raise ImageError."""
+def open_file(source: str | Path | FileSource) -> BinaryIO:
+    """Open a regular file, a URL or a FileSource, without reading it as a whole; raise ImageError."""
     try:
+        if isinstance(source, str | os.PathLike):
+            source = parse_source(source)
         if not isinstance(source, Path):
             return source.open()
         mode = source.stat().st_mode
@@ -146,40 +140,24 @@ def decode(source: Source, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     Raises:
         ImageError: the image cannot be used; the module's docstring lists the codes.
     """
-    return _decode(source, max_pixels)[0]
+    return decode_scaled(source, None, max_pixels=max_pixels)[0]
 
 
-def decode_for_input(
-    source: Source,
-    input_size: tuple[int, int],
-    *,
-    max_pixels: int = MAX_PIXELS,
-    decoding: Decoding = Decoding.default,
+def decode_scaled(
+    source: Source, min_size: tuple[int, int] | None, *, max_pixels: int = MAX_PIXELS
 ) -> tuple[Image.Image, Geometry]:
-    """Decode one image that will be resized as a whole to `input_size` = (H0, W0); return it and its full geometry.
+    """Decode one image that will be resized as a whole; return it, and the geometry of its full size.
 
-    With `fast`, a JPEG may have a half, a quarter or an eighth of its size, if that is not smaller than the input.
-    Other arguments and errors are those of `decode`.
+    A JPEG has a half, a quarter or an eighth of its size, if that is not smaller than `min_size` = (height, width).
+    None: the full size. Other arguments and errors are those of `decode`.
     """
-    image, size = _decode(source, max_pixels, input_size if decoding is Decoding.fast else None)
-    return image, Geometry.whole(*size)
-
-
-def _decode(
-    source: Source, max_pixels: int, min_size: tuple[int, int] | None = None
-) -> tuple[Image.Image, tuple[int, int]]:
-    """Return the image, of at least `min_size` = (height, width), None: its own; and its own (width, height)."""
     if isinstance(source, np.ndarray):
         check_array(source)
         image = Image.fromarray(np.ascontiguousarray(source)).convert("RGB")
-        return image, image.size
+        return image, Geometry.whole(*image.size)
     if isinstance(source, Image.Image):
         return _load(source, max_pixels)
-    if isinstance(source, bytes):
-        opened: BinaryIO = io.BytesIO(source)
-    else:
-        opened = open_file(parse_source(source) if isinstance(source, str | os.PathLike) else source)
-    with opened as stream:
+    with io.BytesIO(source) if isinstance(source, bytes) else open_file(source) as stream:
         try:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(0)
@@ -191,10 +169,8 @@ def _decode(
 
 
 def _load(
-    source: BinaryIO | Image.Image,
-    max_pixels: int,
-    min_size: tuple[int, int] | None = None,
-) -> tuple[Image.Image, tuple[int, int]]:
+    source: BinaryIO | Image.Image, max_pixels: int, min_size: tuple[int, int] | None = None
+) -> tuple[Image.Image, Geometry]:
     """Open, check, load and orient; turn any error of Pillow's into an ImageError."""
     stream = None if isinstance(source, Image.Image) else source
     image = None
@@ -203,12 +179,13 @@ def _load(
         _check_kind(image, max_pixels)
         size, is_turned = image.size, False
         if min_size is not None and image.format == "JPEG":
-            is_turned = _is_transposed(image)
+            is_turned = is_transposed(image)
             image.draft(None, min_size if is_turned else min_size[::-1])
         image.load()
         is_scaled = image.size != size
         rgb = _convert(_apply_orientation(image, ours=stream is not None))
-        return rgb, (size[::-1] if is_turned else size) if is_scaled else rgb.size
+        whole = (size[::-1] if is_turned else size) if is_scaled else rgb.size
+        return rgb, Geometry.whole(*whole)
     except ImageError:
         raise
     except Exception as error:  # Pillow's decoders raise nearly anything for a damaged file; none of it is ours
@@ -229,7 +206,7 @@ def _open_image(stream: BinaryIO) -> Image.Image:
         return _open_image(stream)
 
 
-def _is_transposed(image: Image.Image) -> bool:
+def is_transposed(image: Image.Image) -> bool:
     """Return whether applying the EXIF orientation swaps width and height."""
     try:
         return image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
@@ -247,10 +224,8 @@ def _check_kind(image: Image.Image, max_pixels: int) -> None:
     if not width * height:
         raise ImageError("unsupported_image", f"{width}x{height} has no pixels")
     if width * height > max_pixels:
-        raise ImageError(
-            "too_many_pixels",
-            f"{width}x{height} is {width * height:,} pixels, over the limit of {max_pixels:,} (--max-pixels)",
-        )
+        size = f"{width}x{height} is {width * height:,} pixels"
+        raise ImageError("too_many_pixels", f"{size}, over the limit of {max_pixels:,} (--max-pixels)")
 
 
 def _apply_orientation(image: Image.Image, *, ours: bool) -> Image.Image:

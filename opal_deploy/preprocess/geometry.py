@@ -11,8 +11,6 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-from PIL import Image
-
 from opal_deploy.errors import ImageError
 
 Box = tuple[float, float, float, float]
@@ -46,21 +44,16 @@ class Geometry:
         return Geometry(width, height, (0, 0, width, height))
 
 
-def compute_geometry(image: Image.Image, box: Box | None = None) -> Geometry:
+def compute_geometry(size: tuple[int, int], box: Box | None = None) -> Geometry:
     """Return the part of an image that the model sees; raise ImageError (`bad_box`) if no pixel is left.
 
     Args:
-        image: the whole image, EXIF orientation applied.
+        size: (width, height) of the whole image, EXIF orientation applied.
         box: (x0, y0, x1, y1) in pixels of that image, x1 and y1 exclusive; truncated to integers as in the part metrics
             of Huang et al. (2023), then clipped to the image. The paper's authors have no code that crops; PIP-Net's,
             which they point to, rounds to the nearest integer and paints black what lies outside the image. CUB's boxes
             are integers. A `RelativeBox` is rounded to the nearest pixels. None: the whole image.
     """
-    return compute_geometry_from_size(image.size, box)
-
-
-def compute_geometry_from_size(size: tuple[int, int], box: Box | None = None) -> Geometry:
-    """Return `compute_geometry` for an oriented image of `size` = (width, height)."""
     width, height = size
     if box is None:
         return Geometry.whole(width, height)

@@ -39,7 +39,7 @@ def to_input(
     """Crop and resize an image to a model's input, uint8 [H0, W0, 3], RGB.
 
     Args:
-        image: RGB, oriented, whole; or the smaller version from `decode_for_input`, without a crop.
+        image: RGB, oriented, whole; or the smaller version from `decode_scaled`, without a crop.
         geometry: the crop, in pixels of the whole image.
         input_size: (H0, W0).
         decoding: with `exact`, Pillow resizes; otherwise a faster library may.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-from msgspec import UNSET, UnsetType
 
 from opal_deploy.artifact.class_map import find_margins
 from opal_deploy.artifact.heads import find_strongest
@@ -25,30 +25,6 @@ from opal_deploy.records.names import SlotNames
 from opal_deploy.records.record import RECORD_SCHEMA, Answer, Answered, Failed, Problem, Slot
 from opal_deploy.records.regions import find_regions
 
-
-class Digests(NamedTuple):
-    """Hex sha256 of an image's file and of the model's file; None without a file, or if it was not hashed."""
-
-    image_sha256: str | None
-    model_sha256: str | None
-
-
-class Place(NamedTuple):
-    """The place of the classified image in its file.
-
-    Attributes:
-        frame, time: for a video's frame, number of frames before it, and seconds after the first, if known.
-        detection: for a detector's box, its position among the image's boxes.
-    """
-
-    frame: int | None = None
-    time: float | UnsetType | None = UNSET
-    detection: int | None = None
-
-
-NO_PLACE = Place()
-
-
 # the outputs of one number per image that are fields of a record
 RECORDED_OUTPUTS = tuple(name for name in PER_IMAGE if name in Answered.__struct_fields__)
 
@@ -56,15 +32,15 @@ RECORDED_OUTPUTS = tuple(name for name in PER_IMAGE if name in Answered.__struct
 class ImageInfo(NamedTuple):
     """The part of a record that does not come from the model.
 
-    All but the image's size, crop and place may be None: the image has no name, or the record no such field.
+    Attributes:
+        name: None for an image without a name.
+        geometry: the image's size and crop.
+        fields: other fields of the record by name, such as `label` and `image_sha256`.
     """
 
     name: str | None
     geometry: Geometry
-    digests: Digests | None = None
-    label: str | None = None
-    image_index: int | None = None
-    place: Place = NO_PLACE
+    fields: Mapping[str, Any] = MappingProxyType({})
 
 
 def build_records(
@@ -104,9 +80,9 @@ def build_records(
         values = {"margin": margin, **{name: column[number] for name, column in columns.items()}}
         status, reason = decision.judge(values, answers[0].class_id, slots, metadata)
         record = Answered(
-            **_begin(image.name, image.image_index, image.digests, image.place), status=status,
-            width=image.geometry.width, height=image.geometry.height, prediction=answers[0], margin=margin,
-            reason=reason or None, top=answers[:top], evidence=slots, label=image.label,
+            schema=RECORD_SCHEMA, image=image.name, status=status, width=image.geometry.width,
+            height=image.geometry.height, prediction=answers[0], margin=margin, reason=reason or None,
+            top=answers[:top], evidence=slots, **image.fields,
             **({} if totals is None else _describe_rest(float(totals[number]), answers[0], slots, metadata)),
             **{name: values[name] for name in RECORDED_OUTPUTS if name in values},
         )  # fmt: skip
@@ -142,18 +118,12 @@ def _build_answers(best: TopClasses, metadata: Metadata) -> Iterator[tuple[Answe
     )
     columns = best.class_ids.tolist(), best.logits.tolist(), all_cosines, all_probabilities
     for answers in zip(*columns, strict=False):
-        yield tuple(
-            [
-                Answer(
-                    class_id=number,
-                    label=labels[number],
-                    logit=logit,
-                    cosine=cosine,
-                    calibrated_probability=probability,
-                )
-                for number, logit, cosine, probability in zip(*answers, strict=False)
-            ]
-        )
+        yield tuple([
+            Answer(
+                class_id=number, label=labels[number], logit=logit, cosine=cosine, calibrated_probability=probability
+            )
+            for number, logit, cosine, probability in zip(*answers, strict=False)
+        ])  # fmt: skip
 
 
 def _build_regions(class_id: int, geometry: Geometry, outputs: Outputs, metadata: Metadata) -> tuple[Slot, ...]:
@@ -200,25 +170,7 @@ def _build_slots(evidence: SlotEvidence, metadata: Metadata, names: SlotNames) -
         ])  # fmt: skip
 
 
-def error_record(
-    image: str | None,
-    code: str,
-    message: str,
-    *,
-    digests: Digests | None = None,
-    label: str | None = None,
-    index: int | None = None,
-    place: Place = NO_PLACE,
-) -> Failed:
-    """Return the record of an image that could not be classified; optional arguments as in `ImageInfo`."""
+def error_record(image: str | None, code: str, message: str, **fields: Any) -> Failed:
+    """Return the record of an image that could not be classified; `fields` are others of `Failed`."""
     error = Problem(code=code, message=message)
-    return Failed(**_begin(image, index, digests, place), status="error", error=error, label=label)
-
-
-def _begin(image: str | None, index: int | None, digests: Digests | None, place: Place) -> dict[str, Any]:
-    """Return the values of the fields that every record begins with."""
-    image_sha256, model_sha256 = (None, None) if digests is None else digests
-    return {
-        "schema": RECORD_SCHEMA, "image": image, "image_index": index, "image_sha256": image_sha256,
-        "model_sha256": model_sha256, **place._asdict(),
-    }  # fmt: skip
+    return Failed(schema=RECORD_SCHEMA, image=image, status="error", error=error, **fields)

@@ -64,7 +64,7 @@ def _check_margin(flag: str, path: Path, metadata: Metadata) -> None:
 
 def _choose_margin(flag: str, path: Path, metadata: Metadata, rate: float) -> Chosen:
     """Return the margin that keeps an error rate on the validation images (`statistics.choose_threshold`)."""
-    from opal_deploy.statistics import CONFIDENCE, RATES, choose_threshold, supported_rates
+    from opal_deploy.statistics import CONFIDENCE, choose_threshold, supported_rates
 
     option = f"{flag} {100 * rate:g}%"
     risk = metadata.risk
@@ -76,11 +76,9 @@ def _choose_margin(flag: str, path: Path, metadata: Metadata, rate: float) -> Ch
     supported = supported_rates(risk)
     point = choose_threshold(risk, rate) if rate in supported else None
     if point is None:
-        rates = ", ".join(f"{100 * other:g}%" for other in supported)
-        expected = f"expected {rates}, or a margin" if rates else "they support no rate; give a margin"
+        rates = ", ".join(f"{100 * other:g}%" for other in supported) or "no rate"
         raise UsageError(
-            f"{option}: not an error rate of {', '.join(f'{100 * other:g}%' for other in RATES)} that "
-            f"{risk['images']} validation images support; {expected}"
+            f"{option}: {risk['images']} validation images support {rates}; give one of these, or a margin"
         )
     return Chosen(
         point.min_margin,

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import NoneType
-from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Final, Generic, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from opal_deploy.artifact.documents import LARGEST, Number
 
-RECORD_SCHEMA = 1
+RECORD_SCHEMA: Final = 1
 
 AnswerStatus: TypeAlias = Literal["ok", "abstained", "unknown"]
 Status: TypeAlias = Literal[AnswerStatus, "error"]

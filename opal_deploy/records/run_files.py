@@ -10,12 +10,12 @@ from opal_deploy.errors import StoppedEarly
 
 # options, records, counts, and the HTML page
 RUN, RESULTS, SUMMARY, REPORT = "run.json", "results.jsonl", "summary.json", "report.html"
-# folders of drawings (sheets are of 0.1.0), and of the runs that a run with several processes consists of
-OVERLAYS, SHEETS, SHARDS = "overlays", "sheets", "shards"
+# folders of drawings, and of the runs that a run with several processes consists of
+OVERLAYS, SHARDS = "overlays", "shards"
 # from the ten-thousandth image on, files are in subfolders, so that no folder holds millions
 FILES_PER_FOLDER = 10_000
 
-_SUFFIXES = {OVERLAYS: ".jpg", SHEETS: ".png"}
+_OVERLAY = re.compile(r"(\d{6,})-.*\.jpg|\.\d{6,}-.*\.part")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 _STEM_LENGTH = 80
 
@@ -50,21 +50,18 @@ def write_image_file(out: Path, name: str, encoded: bytes) -> None:
         raise StoppedEarly(f"{path}: cannot be written ({error.strerror or error}); make room and run again") from None
 
 
-def remove_image_files(out: Path, kind: str, first: int = 0) -> None:
-    """Remove the drawings from the image `first` on, and partial files; `kind` is OVERLAYS or SHEETS; raise OSError."""
-    root = out / kind
-    if not root.is_dir() or root.is_symlink():
+def remove_overlays(out: Path, first: int = 0) -> None:
+    """Remove the overlays from the image `first` on, and partial files; raise OSError."""
+    root = out / OVERLAYS
+    if root.is_symlink():
         return
-    suffix = re.escape(_SUFFIXES[kind])
-    numbered = [path for path in root.iterdir() if re.fullmatch(r"\d{4,}", path.name) and path.is_dir()]
-    for folder in (root, *numbered):
+    for folder in (root, *root.glob("[0-9][0-9][0-9][0-9]*")):
         # the other folders hold only earlier images
-        if folder is not root and int(folder.name) < first // FILES_PER_FOLDER:
+        if folder is not root and not (folder.name.isdecimal() and int(folder.name) >= first // FILES_PER_FOLDER):
             continue
-        for path in folder.iterdir():
-            drawn = re.match(rf"(\d{{6,}})-.*{suffix}$", path.name)
-            half = re.match(r"\.\d{6,}-.*\.part$", path.name)
-            if half or (drawn and int(drawn[1]) >= first):
+        for path in folder.glob("*"):
+            overlay = _OVERLAY.fullmatch(path.name)
+            if overlay is not None and int(overlay[1] or first) >= first:
                 path.unlink(missing_ok=True)
         if folder is not root:
             with contextlib.suppress(OSError):  # it holds something else

@@ -178,11 +178,11 @@ def _read_public_key(path: StrPath) -> Ed25519PublicKey:
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
     try:
-        key = load_pem_public_key(data)
+        key: object = load_pem_public_key(data)
     except (ValueError, UnsupportedAlgorithm):
-        raise UsageError(f"--public-key {path}: damaged; {_GET_PUBLIC}") from None
+        key = None
     if not isinstance(key, Ed25519PublicKey):
-        raise UsageError(f"--public-key {path}: {type(key).__name__} found; expected an Ed25519 key; {_GET_PUBLIC}")
+        raise UsageError(f"--public-key {path}: not an Ed25519 key, or damaged; {_GET_PUBLIC}")
     return key
 
 

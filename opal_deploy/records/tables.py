@@ -228,30 +228,16 @@ def to_coco(records: Iterable[Record | Mapping[str, Any]]) -> dict[str, Any]:
         for slot in record.evidence:
             category_id = answer.class_id + 1
             categories[category_id] = {"id": category_id, "name": answer.label, "supercategory": ""}
-            annotations.append(_build_annotation(len(annotations) + 1, image_id, category_id, record, slot))
+            x0, y0, x1, y1 = slot.box
+            attributes = {"label": answer.label, "slot": slot.slot, "channel": slot.channel, "cell": list(slot.cell)}
+            annotations.append({
+                "id": len(annotations) + 1, "image_id": image_id, "category_id": category_id,
+                "bbox": [x0, y0, x1 - x0, y1 - y0], "area": (x1 - x0) * (y1 - y0), "iscrowd": 0, "score": slot.score,
+                "attributes": {**attributes, "contribution": slot.contribution},
+            })  # fmt: skip
     return {
         "info": {"description": "Evidence for the predicted classes, by opal-deploy", "failed_images": failed},
         "images": images,
         "annotations": annotations,
         "categories": [categories[number] for number in sorted(categories)],
-    }
-
-
-def _build_annotation(number: int, image_id: int, category_id: int, record: Answered, slot: Slot) -> dict[str, Any]:
-    x0, y0, x1, y1 = slot.box
-    return {
-        "id": number,
-        "image_id": image_id,
-        "category_id": category_id,
-        "bbox": [x0, y0, x1 - x0, y1 - y0],
-        "area": (x1 - x0) * (y1 - y0),
-        "iscrowd": 0,
-        "score": slot.score,
-        "attributes": {
-            "label": record.prediction.label,
-            "slot": slot.slot,
-            "channel": slot.channel,
-            "cell": list(slot.cell),
-            "contribution": slot.contribution,
-        },
     }

@@ -28,7 +28,7 @@ from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.options import flag_of
 from opal_deploy.records.lines import read_lines, to_json_line
 from opal_deploy.records.record import Answered, Record
-from opal_deploy.records.run_files import OVERLAYS, REPORT, RESULTS, RUN, SHARDS, SHEETS, SUMMARY, remove_image_files
+from opal_deploy.records.run_files import OVERLAYS, REPORT, RESULTS, RUN, SHARDS, SUMMARY, remove_overlays
 from opal_deploy.records.signatures import SignatureDigest, Signer
 from opal_deploy.records.tables import TABLES
 from opal_deploy.run.summary import Summary
@@ -149,10 +149,7 @@ class RunDirectory:
 def acquire_run_dir(root: Path, config: RunConfig, *, overwrite: bool) -> Iterator[RunDirectory]:
     """Yield the directory to write to, which no other process can acquire while the block runs.
 
-    Args:
-        root: the directory.
-        config: of the run.
-        overwrite: remove the files of an earlier run in it.
+    With `overwrite`, the files of an earlier run in it are removed.
 
     Raises:
         UsageError: it holds another run, another process uses it, or it cannot be written to.
@@ -216,10 +213,9 @@ def _clear(root: Path) -> None:
         # in this order: if interrupted, nothing is left that looks like a complete run
         for name in (SUMMARY, RUN, RESULTS, REPORT, *TABLES.values()):
             (root / name).unlink(missing_ok=True)
-        for name in (OVERLAYS, SHEETS):
-            remove_image_files(root, name)
-            with contextlib.suppress(OSError):  # there is none, or it holds something else
-                (root / name).rmdir()
+        remove_overlays(root)
+        with contextlib.suppress(OSError):  # there is none, or it holds something else
+            (root / OVERLAYS).rmdir()
         if (root / SHARDS).is_dir():
             shutil.rmtree(root / SHARDS)
     except OSError as error:
@@ -329,7 +325,7 @@ def load_resume_point(out: Path, images: Iterator[InputImage], count: Callable[[
 
     Args:
         out: the run directory.
-        images: the images of the run; left at the first one without a record.
+        images: all images of the run; left at the first one without a record.
         count: is called with each whole record.
 
     Raises:

@@ -22,13 +22,13 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ImageError, StoppedEarly, UsageError
 from opal_deploy.logs import one_line
 from opal_deploy.predict.executor import prefetch
-from opal_deploy.predict.prepare import InferenceOptions, Prepared, Result
+from opal_deploy.predict.prepare import InferenceOptions, Result
 from opal_deploy.records.build import ImageInfo, build_records, class_evidence
 from opal_deploy.records.decision import NO_DECISION, Decision
 from opal_deploy.records.lines import to_document
 from opal_deploy.records.names import SlotNames
 from opal_deploy.records.record import Answered, Failed, Problem, Record
-from opal_deploy.records.run_files import OVERLAYS, REPORT, overlay_name, remove_image_files, write_image_file
+from opal_deploy.records.run_files import OVERLAYS, REPORT, overlay_name, remove_overlays, write_image_file
 from opal_deploy.remote import redact
 from opal_deploy.timing import StageTimer
 from opal_deploy.visualization.drawing import Drawing
@@ -59,61 +59,43 @@ class Sheet:
     drawing: Drawing
 
 
-@dataclass(frozen=True)
-class SheetBuilder:
-    """Builds the evidence sheets of one model's results.
+def build_sheet(
+    result: Result, metadata: Metadata, names: SlotNames | None = None, decision: Decision = NO_DECISION
+) -> Sheet:
+    """Return the sheet of a result with image and outputs (`keep_images`, `keep_outputs`).
 
-    Attributes:
-        metadata: the model's.
-        model: the model as messages name it.
+    Args:
+        result: of an answered image.
+        metadata: the model's, after `check_exact_evidence`.
         names: names of slots.
         decision: thresholds that mark images, resolved.
+
+    Raises:
+        ImageError: memory was too short for the image.
     """
-
-    metadata: Metadata
-    model: str = "the model"
-    names: SlotNames | None = None
-    decision: Decision = NO_DECISION
-
-    def __post_init__(self) -> None:
-        """Raise UsageError unless the model has what the sheets show."""
-        check_exact_evidence(self.metadata, self.model)
-
-    def build(self, result: Result) -> Sheet:
-        """Return the sheet of a result with image and outputs (`keep_images`, `keep_outputs`).
-
-        Raises:
-            ImageError: memory was too short for the image.
-        """
-        prepared, outputs, geometry = result.prepared, result.outputs, result.prepared.geometry
-        if geometry is None or outputs is None:
-            raise ValueError("a sheet needs an answered image whose outputs were kept")
-        info = ImageInfo(prepared.input.name, geometry, label=prepared.input.label)
-        (record,) = build_records(
-            [info], outputs, self.metadata, top=2, decision=self.decision, slot_names=self.names
-        )  # fmt: skip
-        document, runner_up = to_document(record), None
-        if len(record.top) > 1:
-            answer = record.top[1]
-            runner_up = answer, class_evidence(answer.class_id, geometry, outputs, self.metadata, self.names)
-            document["runner_up_evidence"] = to_builtins(runner_up[1])
-        drawing = draw_sheet(
-            paint_evidence(result), record, runner_up, self.metadata, geometry.crop,
-            paint_evidence(result, 1) if outputs.shares is not None and runner_up else None,
-        )  # fmt: skip
-        return Sheet(record, document, drawing)
-
-
-def get_image(prepared: Prepared) -> Image.Image:
-    """Return the image to draw on; raise ImageError if memory was too short for it."""
-    if prepared.image is None:
-        raise ImageError("drawing_failed", "there was not enough memory to keep its image")
-    return prepared.image
+    prepared, outputs, geometry = result.prepared, result.outputs, result.prepared.geometry
+    if geometry is None or outputs is None:
+        raise ValueError("a sheet needs an answered image whose outputs were kept")
+    info = ImageInfo(prepared.input.name, geometry, {"label": prepared.input.label})
+    (record,) = build_records([info], outputs, metadata, top=2, decision=decision, slot_names=names)
+    document, runner_up = to_document(record), None
+    if len(record.top) > 1:
+        answer = record.top[1]
+        runner_up = answer, class_evidence(answer.class_id, geometry, outputs, metadata, names)
+        document["runner_up_evidence"] = to_builtins(runner_up[1])
+    other = paint_evidence(result, 1) if outputs.shares is not None and runner_up else None
+    drawing = draw_sheet(paint_evidence(result), record, runner_up, metadata, geometry.crop, other)
+    return Sheet(record, document, drawing)
 
 
 def paint_evidence(result: Result, place: int = 0) -> Image.Image:
-    """Return the image to draw on; of an additive head, tinted by the shares of the answer, or of the runner-up."""
-    image, outputs, geometry = get_image(result.prepared), result.outputs, result.prepared.geometry
+    """Return the image to draw on; of an additive head, tinted by the shares of the answer, or of the runner-up.
+
+    Raises ImageError if memory was too short for the image.
+    """
+    image, outputs, geometry = result.prepared.image, result.outputs, result.prepared.geometry
+    if image is None:
+        raise ImageError("drawing_failed", "there was not enough memory to keep its image")
     if outputs is None or outputs.shares is None or geometry is None:
         return image
     across, down = image.width / geometry.width, image.height / geometry.height
@@ -132,7 +114,7 @@ def prepare_overlays(out: Path, first: int = 0) -> None:
     """Make the folder of overlays, and remove those from the image `first` on; raise UsageError if that fails."""
     try:
         (out / OVERLAYS).mkdir(exist_ok=True)
-        remove_image_files(out, OVERLAYS, first)
+        remove_overlays(out, first)
     except OSError as error:
         raise UsageError(f"{out}: cannot be written ({error.strerror or error}); choose another --out") from None
 
@@ -150,11 +132,10 @@ def draw_results(
     """Draw and write the overlay of each result, and yield the records with the overlays' names, in order.
 
     Args:
-        results: with images.
+        results: with images; the first one has the number `first` in the run.
         out: the run directory, after `prepare_overlays`.
         inference: `workers`, `decode_timeout` and `one_at_a_time` apply to drawing too.
         processes: where to draw; None: in threads of this process.
-        first: number of the first image in the run.
         thumbnails: receives those of the report's first images, while the photographs are in memory.
         timer: receives the times of drawing and writing, under the role `drawers`.
 
@@ -191,20 +172,14 @@ def draw_results(
 def _draw_isolated(
     timer: StageTimer, result: Result, with_thumbnail: bool, processes: WorkerPool, timeout: float | None
 ) -> Drawings:
-    """Return the drawings of a result, drawn in a process; raise StoppedEarly if none can be started.
-
-    A process that crashes gets the result a second time: the system may have killed it for lack of memory.
-    """
-    for attempt in range(2):
-        try:
-            return processes.call_timed(timer, _draw, result, with_thumbnail)
-        except WorkerCrashed as crash:
-            if attempt:
-                return None, None, Problem(code="drawing_crashed", message=f"the process that drew it {crash}")
-        except WorkerTimeout:
-            limit = f"{timeout:g} s; raise --decode-timeout"
-            return None, None, Problem(code="drawing_timeout", message=f"it was not drawn within {limit}")
-    raise AssertionError("unreachable")
+    """Return the drawings of a result, drawn in a process; raise StoppedEarly if none can be started."""
+    try:
+        return processes.call_timed(timer, _draw, result, with_thumbnail)
+    except WorkerCrashed as crash:
+        return None, None, Problem(code="drawing_crashed", message=f"the process that drew it {crash}")
+    except WorkerTimeout:
+        limit = f"{timeout:g} s; raise --decode-timeout"
+        return None, None, Problem(code="drawing_timeout", message=f"it was not drawn within {limit}")
 
 
 def _draw(timer: StageTimer, result: Result, with_thumbnail: bool) -> Drawings:
@@ -229,11 +204,8 @@ def describe_report(
 ) -> ReportOptions:
     """Return the title of a report and what it says of the model.
 
-    Args:
-        path, metadata: the model's file and metadata.
-        images: the inputs; the title names the first one and the model, without the folders that they lie in.
-        runtime: engine and device; empty where shards open the model.
-        command: the call.
+    The title names the first of `images`, the inputs, and the model, without the folders that they lie in. `runtime` is
+    empty where shards open the model.
     """
     more = f" and {len(images) - 1} more" if len(images) > 1 else ""
     first = "standard input" if images[0] == "-" else Path(redact(images[0])).resolve().name
@@ -261,7 +233,7 @@ def describe_report(
 
 @contextmanager
 def open_report(
-    out: Path, options: ReportOptions, images: int, folder: str = "", thumbnails: Mapping[int, bytes] | None = None,
+    out: Path, options: ReportOptions, images: int, folder: str = "", thumbnails: Mapping[int, bytes] | None = None
 ) -> Iterator[Callable[[Record], None]]:  # fmt: skip
     """Yield a function that adds the next record to report.html, which is written when the block ends.
 

@@ -50,10 +50,7 @@ NO_RECOVERY = Recovery()
 
 
 def infer(
-    images: Sequence[str],
-    model: StrPath | LoadedModel | None,
-    options: InferOptions,
-    recovery: Recovery | None = None,
+    images: Sequence[str], model: StrPath | LoadedModel | None, options: InferOptions, recovery: Recovery | None = None
 ) -> InferenceRun:
     """Classify images and write a run directory; see `opal_deploy.run_inference` for arguments and errors.
 
@@ -84,7 +81,7 @@ def infer(
                 raise StoppedEarly(f"{error}; {hint}") from None
             options.log(f"Interrupted: {summary.total} records are in {directory.root}; {hint}")
             raise
-        setup.remove_shards(directory)
+        setup.remove_shards()
         return setup.describe_run(directory, summary, document)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from opal_deploy.artifact.files import compute_sha256, read_json
-from opal_deploy.errors import UsageError
+from opal_deploy.errors import UsageError, require
 from opal_deploy.logs import Log
 from opal_deploy.options import StrPath, to_arguments
 from opal_deploy.predict.prepare import InferenceOptions, raise_pillow_limit
@@ -33,7 +33,7 @@ from opal_deploy.runtime.devices import default_batch, default_workers, split_de
 from opal_deploy.sources import discovery
 from opal_deploy.sources.annotations import FOLDERS, Crops, FolderLabels, Labels, annotate, read_boxes, read_labels
 from opal_deploy.sources.image import InputImage, Skipped, is_image_name
-from opal_deploy.sources.video import NO_VIDEOS, Sampling, VideoOptions, require_pyav
+from opal_deploy.sources.video import NO_VIDEOS, Sampling, VideoOptions
 from opal_deploy.visualization.report import ReportOptions
 
 
@@ -67,7 +67,7 @@ class Inputs:
         )  # fmt: skip
         discovery.check_inputs(images, video.sampling)
         if video.sampling is not None:
-            require_pyav()
+            require("av", "video", "reading videos", pip_name="PyAV (av)")
         boxes = None if options.boxes is None else read_boxes(Path(options.boxes), options.box_confidence)
         if boxes is not None and boxes.note:
             options.log(boxes.note)
@@ -201,9 +201,9 @@ class RunSetup:
             upload_folder(directory.root, self.upload_to)
             self.options.log(f"Uploaded to {redact(self.upload_to)}")
 
-    def remove_shards(self, directory: RunDirectory) -> None:
+    def remove_shards(self) -> None:
         """Remove the folders of shards, whose records and drawings have been joined in the run directory."""
-        shutil.rmtree(directory.root / SHARDS, ignore_errors=True)
+        shutil.rmtree(self.run.out / SHARDS, ignore_errors=True)
         if self.devices is not None and self.upload_to is not None:
             remove_folder(f"{self.upload_to.rstrip('/')}/{SHARDS}")
 
@@ -235,7 +235,7 @@ def prepare_run(images: Sequence[str], model: StrPath | LoadedModel | None, opti
     """Check the call, open the model and find the first image; nothing is written."""
     # everything is checked before the model is loaded
     inputs = Inputs.read(list(images), options)
-    formats = check_formats(options.formats) if options.formats else ()
+    formats = check_formats(options.formats)
     out, upload_to = _parse_out(options)
     signer = None if options.sign is None else Signer(options.sign, options.log)
     devices = plan_shards(images, options, model_is_open=isinstance(model, LoadedModel))

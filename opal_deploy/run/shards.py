@@ -37,8 +37,6 @@ from opal_deploy.worker_pool import WorkerCrashed, WorkerPool
 _CRASHES_IN_BATCHES, _ALONE = 2, 128
 # the run ends after so many crashes that no image explains, or images that end a shard's process
 _MAX_UNEXPLAINED, _MAX_CRASHED = 5, 20
-# records that are joined at a time
-_JOINED = 1000
 POLL_SECONDS = 0.2
 
 
@@ -247,29 +245,17 @@ def join_shards(run: ShardedRun, summary: Summary, sign: Callable[[Record], Reco
 
     It begins anew after an interruption: an overlay may have been moved already.
 
-    Args:
-        run: the shards, all of them complete.
-        summary: counts the records.
-        sign: signs each record; None: none is signed.
-
     Raises:
         StoppedEarly: the disk is full, or too many images failed.
     """
     numbered = enumerate((shard, record) for shard in run.folders for record in read_records(shard / RESULTS))
     out = run.setup.run.out
     with RecordWriter(out / RESULTS) as writer:
-        records: list[Record] = []
-        for number, (shard, record) in numbered:
-            if run.interrupt.requested:
-                run.interrupt.stopped = True
-                return
-            record = _move_record(record, number, shard, out)
-            records.append(record if sign is None else sign(record))
-            summary.count(records[-1])
-            if len(records) == _JOINED:
-                writer.write(*records)
-                records = []
-        writer.write(*records)
+        for number, (shard, moved) in run.interrupt.stop_when_requested(numbered):
+            record = _move_record(moved, number, shard, out)
+            record = record if sign is None else sign(record)
+            writer.write(record)
+            summary.count(record)
     summary.check_errors(run.setup.options.max_errors)
 
 

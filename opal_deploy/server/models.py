@@ -18,7 +18,7 @@ from opal_deploy.artifact.outputs import tensor_specs
 from opal_deploy.predict.explain_tensors import BOX, EXPLAIN_SUFFIX, IMAGE, NAME, RECORD
 from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.predict.setup import check_model
-from opal_deploy.preprocess.decode import parse_decoding
+from opal_deploy.preprocess.decode import Decoding
 from opal_deploy.records.decision import Decision
 from opal_deploy.records.signatures import Signer
 from opal_deploy.runtime.devices import default_batch, default_workers
@@ -120,7 +120,7 @@ class ServerState:
             log(f"{name}: trained on images cropped to boxes; send crops")
         inference = InferenceOptions(
             batch=options.batch or default_batch(sessions[0]), workers=options.workers or default_workers(),
-            max_pixels=options.max_pixels, decode=parse_decoding(options.decode), isolate=True,
+            max_pixels=options.max_pixels, decode=Decoding(options.decode), isolate=True,
             decode_timeout=options.decode_timeout, top=options.top,
             decision=Decision.of(options).resolve(path, metadata, log), model_sha256=sha256,
         )  # fmt: skip

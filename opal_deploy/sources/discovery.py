@@ -20,7 +20,7 @@ from typing import TextIO, cast
 from opal_deploy.artifact.files import find_encoding, model_kind
 from opal_deploy.datasets.samples import is_hidden, is_skipped
 from opal_deploy.errors import ImageError, StoppedEarly, UsageError
-from opal_deploy.remote import RemoteFile, is_url, list_files, redact
+from opal_deploy.remote import RemoteFile, is_url, list_files, parse_source, redact
 from opal_deploy.sources.archives import archive_items, is_archive_name
 from opal_deploy.sources.image import InputImage, Location, Skipped, is_image_name, is_video_name, no_images_error
 from opal_deploy.sources.video import (
@@ -108,9 +108,6 @@ def check_inputs(inputs: Iterable[str], sampling: Sampling | None = None) -> Non
                 raise UsageError(f"{text}: no such list; expected a text file with one path per line")
         elif not glob.has_magic(text):
             raise UsageError(f"{text}: no such file or folder")
-    globs = [text for text in texts if glob.has_magic(text) and not is_url(text) and not text.startswith(LIST_MARK)]
-    if len(globs) == len(texts) and not any(os.path.lexists(text) or expand_glob(text) for text in texts):
-        raise UsageError(f"{texts[0]}: nothing matches")
 
 
 def _check_url(file: RemoteFile, *, is_list: bool) -> None:
@@ -163,16 +160,7 @@ def _line_items(lines: Iterator[str], origin: Location, skipped: Skipped) -> Ite
     empty = True
     for line in lines:
         empty = False
-        if not is_url(line):
-            yield from _file_items(Path(line), skipped, line)
-            continue
-        try:
-            file = RemoteFile.parse(line)
-        except UsageError as error:
-            shown = redact(line)
-            yield InputImage.at(RemoteFile(line, shown), shown, ImageError("unreadable", str(error)))
-        else:
-            yield from _file_items(file, skipped, file.shown)
+        yield from _file_items(parse_source(line), skipped, redact(line))
     if empty:
         yield InputImage.at(origin, error=ImageError("no_images", "it named no image; expected one path a line"))
 
@@ -206,7 +194,8 @@ def _bucket_items(folder: RemoteFile, skipped: Skipped, *, recursive: bool) -> I
 
 def glob_items(pattern: str, skipped: Skipped, *, recursive: bool, videos: bool = False) -> Iterator[InputImage]:
     """Yield what a glob matches: images, members of archives, images of folders; with `videos` videos too."""
-    matches = expand_glob(pattern)
+    # `**` stands for any number of folders
+    matches = sorted(set(glob.glob(pattern, recursive=True)), key=os.fsencode)
     empty, names_hidden = True, is_hidden(*Path(pattern).parts)
     for match in matches:
         path = Path(match)
@@ -225,11 +214,6 @@ def glob_items(pattern: str, skipped: Skipped, *, recursive: bool, videos: bool 
     if empty:
         what = f"none of its {len(matches)} matches is an image by its name" if matches else "nothing matches"
         yield InputImage.at(Path(pattern), error=ImageError("no_images", what))
-
-
-def expand_glob(pattern: str) -> list[str]:
-    """Return what a glob matches, sorted by the bytes of the names; `**` stands for any number of folders."""
-    return sorted(set(glob.glob(pattern, recursive=True)), key=os.fsencode)
 
 
 def _is_taken(name: str, videos: bool) -> bool:

@@ -96,18 +96,17 @@ class InputImage:
         relative: str | None = None,
         error: ImageError | None = None,
         source: Source | None = None,
-        index: int | None = None,
     ) -> InputImage:
         """Return the image at a path or URL, named after it.
 
         Args:
             path: as a person would open it from the working directory. For an archive's member the archive's path, a
                 slash and the member's name, which is only a label.
-            relative, error, index: see `InputImage`; by default `relative` is the last part of `path`.
+            relative, error: see `InputImage`; by default `relative` is the last part of `path`.
             source: the member's bytes or the frame's pixels; None: the file itself.
         """
         source, relative = path if source is None else source, path.name if relative is None else relative
-        return cls(escape_name(str(path)), source, error=error, index=index, relative=relative)
+        return cls(escape_name(str(path)), source, error=error, relative=relative)
 
 
 @dataclass

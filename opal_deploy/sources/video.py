@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.errors import ImageError, UsageError, require
+from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.preprocess.decode import MAX_PIXELS, open_file
 from opal_deploy.remote import is_url
 from opal_deploy.sources.image import FrameInfo, InputImage, is_video_name
@@ -77,11 +77,6 @@ class Frame(NamedTuple):
     content: NDArray[np.uint8] | ImageError
 
 
-def require_pyav() -> None:
-    """Raise MissingExtra unless PyAV is installed."""
-    require("av", "video", "reading videos", pip_name="PyAV (av)")
-
-
 def _decode_video(path: Path, sampling: Sampling, max_pixels: int) -> Iterator[Frame]:
     """Yield the chosen frames; raise ImageError after the last one if the video is damaged."""
     with open_file(path) as file:
@@ -119,8 +114,7 @@ def _open_container(file: BinaryIO) -> Any:
     try:
         return av.open(file, "r", options={"format_whitelist": _CONTAINERS})
     except Exception:  # whatever FFmpeg finds
-        reason = "no demuxer recognises it as a video, or it ends before its index"
-        raise ImageError("not_a_video", reason) from None
+        raise ImageError("not_a_video", "no demuxer recognises it, or it ends before its index") from None
 
 
 def _find_stream(container: Any, max_pixels: int) -> Any:
@@ -171,8 +165,7 @@ def _decode_frames(container: Any, stream: Any) -> Iterator[tuple[Any, bool]]:
                 continue
             for frame in decoded:
                 if frame.color_trc in _HDR:
-                    what = f"it is HDR ({_HDR[frame.color_trc]}), which is not read; convert it to SDR"
-                    raise ImageError("unsupported_video", what)
+                    raise ImageError("unsupported_video", f"it is HDR ({_HDR[frame.color_trc]}); convert it to SDR")
                 frames += 1
                 damaged = frame.is_corrupt or (damaged and not frame.key_frame)
                 yield frame, damaged
@@ -183,8 +176,7 @@ def _decode_frames(container: Any, stream: Any) -> Iterator[tuple[Any, bool]]:
     if is_cut or duration - (end - start) > min(Fraction(1), duration / 20):
         raise ImageError("truncated_video", f"it ends early, after {frames} frames; copy or record it again")
     if errors:
-        reason = f"{errors} of its packets cannot be decoded; what can be read of it was answered"
-        raise ImageError("corrupt_video", f"it is damaged: {reason}")
+        raise ImageError("corrupt_video", f"{errors} of its packets cannot be decoded; what can be read was answered")
     if not frames:
         raise ImageError("no_frames", "it has no frame")
 
@@ -194,8 +186,7 @@ def _to_pixels(frame: Any) -> NDArray[np.uint8]:
     try:
         pixels = frame.to_ndarray(format="rgb24")
     except Exception:  # whatever swscale says
-        why = f"its pixels ({frame.format.name}) are not converted to RGB"
-        raise ImageError("unsupported_video", why) from None
+        raise ImageError("unsupported_video", f"its pixels ({frame.format.name}) are not converted to RGB") from None
     return np.ascontiguousarray(np.rot90(pixels, round(frame.rotation / 90)), np.uint8)
 
 
@@ -249,13 +240,11 @@ NO_VIDEOS = VideoOptions()
 
 
 def check_video_input(text: str, sampling: Sampling | None) -> None:
-    """Raise UsageError for a video on a server, or without a choice of frames, and MissingExtra without PyAV."""
+    """Raise UsageError for a video on a server, or without a choice of frames."""
     if is_video_name(text) and is_url(text):
         raise UsageError(f"{text}: videos are read from disks only; download it first")
-    if is_video_name(text) and os.path.isfile(text):
-        if sampling is None:
-            raise UsageError(f"{text}: {undivided_error()}")
-        require_pyav()
+    if sampling is None and is_video_name(text) and os.path.isfile(text):
+        raise UsageError(f"{text}: {undivided_error()}")
 
 
 def undivided_error() -> ImageError:
@@ -273,7 +262,6 @@ def expand_videos(items: Iterable[InputImage], options: VideoOptions) -> Iterato
             elif options.sampling is None:
                 yield replace(item, error=undivided_error())
             else:
-                require_pyav()
                 yield from _expand_video(item, item.source, options.sampling, options, pool)
 
 

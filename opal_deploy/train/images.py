@@ -102,7 +102,7 @@ class TrainImages(Dataset[ImageItem]):
         """Return an image of `shape`; raise ImageError if it cannot be decoded."""
         sample, size = self.samples[index], self.shape[:2]
         image = decode(sample.path)
-        geometry = compute_geometry(image, sample.box)
+        geometry = compute_geometry(image.size, sample.box)
         pixels = to_input(image, geometry, size)
         return pixels if self.regions is None else np.dstack([pixels, draw_region(self.regions[index], geometry, size)])
 

@@ -16,7 +16,7 @@ from opal_deploy.auditing.drift import find_drift
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.model.config import HeadConfig
 from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.records.build import Digests, ImageInfo, build_records, error_record
+from opal_deploy.records.build import ImageInfo, build_records, error_record
 from opal_deploy.records.drift import Comparison, select_shifts
 from opal_deploy.records.evidence import observe_outputs, observe_records
 from opal_deploy.records.lines import to_document, to_json_line
@@ -67,8 +67,9 @@ def add_baseline(path, outputs, **changes):
 @pytest.fixture(scope="module")
 def records(model, outputs):
     """The records of the second half."""
-    metadata, digests = onnx_file.read_metadata(model), Digests("0" * 64, compute_sha256(model))
-    infos = [ImageInfo(f"{n}.png", Geometry.whole(96, 96), digests, image_index=n) for n in range(len(outputs[1]))]
+    metadata, whole = onnx_file.read_metadata(model), Geometry.whole(96, 96)
+    fields = {"image_sha256": "0" * 64, "model_sha256": compute_sha256(model)}
+    infos = [ImageInfo(f"{n}.png", whole, {**fields, "image_index": n}) for n in range(len(outputs[1]))]
     return list(map(to_document, build_records(infos, outputs[1], metadata)))
 
 

@@ -35,7 +35,7 @@ def run(signer, tmp_path):
         directory.write_config()
         summary, lines = Summary(), []
         for position in positions:
-            unsigned = error_record(f"{position}.png", "not_an_image", "", index=position)
+            unsigned = error_record(f"{position}.png", "not_an_image", "", image_index=position)
             record = signer[0].sign(unsigned, directory.document["id"])
             summary.count(record)
             lines.append(to_json_line(record))

@@ -206,15 +206,6 @@ def test_images_without_a_label_and_rows_without_an_image_are_named_for_any_deco
         assert [record["status"] for record in found].count("ok") == sum("overlay" in r for r in found) == 5
 
 
-def test_openvino_gives_the_records_of_onnx_runtime(opal, infer, pictures, exact_model, tmp_path):
-    check(infer("in", out="a"))
-    assert " in OpenVINO " in check(infer("in", "--runtime", "openvino", out="b")).stderr
-    for a, b in zip(*(read_results(tmp_path / out) for out in "ab"), strict=True):
-        assert b["prediction"]["cosine"] == pytest.approx(a["prediction"]["cosine"], abs=1e-5)
-        assert [slot["cell"] for slot in b["evidence"]] == [slot["cell"] for slot in a["evidence"]]
-    check(opal("verify", "b", "--model", exact_model, "--runtime", "openvino", cwd=tmp_path))
-
-
 def test_closed_streams_are_no_error(exact_model, pictures, tmp_path):
     # as services and windowed programs start it
     out = tmp_path / "out"

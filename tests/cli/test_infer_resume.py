@@ -34,8 +34,8 @@ class Infer(runs.Infer):
         super().__init__(cwd, model, pictures)
         self.fixed, self._opal = ["in/", "--model", str(model), "--threads", "1", "--workers", "2"], opal
 
-    def __call__(self, *arguments, out="out"):
-        return self._opal("infer", *self.fixed, *(["--out", out] if out else []), *arguments, cwd=self.cwd)
+    def __call__(self, *arguments):
+        return self._opal("infer", *self.fixed, "--out", "out", *arguments, cwd=self.cwd)
 
     def start(self, *arguments, before=""):
         # a shell may have told its background jobs to ignore the signal
@@ -182,10 +182,3 @@ def test_a_record_whose_overlay_was_lost_is_made_again_with_all_after_it(infer, 
     (infer.cwd / "out/summary.json").unlink()
     (infer.cwd / "out/overlays/000004-004.jpg").unlink()
     assert "out: 4 records are there already\n" in assert_goes_on(infer, clean)
-
-
-def test_without_out_results_go_to_a_folder_that_holds_one_run(infer):
-    assert infer("--max-errors", "0", out=None).returncode == 5
-    assert infer(out=None).returncode == 3
-    assert infer.summary("explanations")["complete"] is True
-    assert "explanations: it holds another run" in check(infer("--top", "2", out=None), 2).stderr

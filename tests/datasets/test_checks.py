@@ -111,9 +111,3 @@ class TestDoubledImages:
             shutil.copy(tmp_path / "a" / "0.png", tmp_path / "a" / f"{index}.png")
         found = read_dataset(tmp_path)
         assert any("a/" in line and "(val)" in line for line in found.warnings)
-
-    def test_files_alike_in_length_are_compared_in_full(self, tmp_path):
-        paths = [tmp_path / name for name in "abcd"]
-        for path, content in zip(paths, (b"xx1", b"xx2", b"xx1", b"short"), strict=True):
-            path.write_bytes(content)
-        assert checks.find_identical_files(paths) == [[paths[0], paths[2]]]

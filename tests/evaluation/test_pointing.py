@@ -16,7 +16,7 @@ from opal_deploy.evaluation.inputs import Annotations, ImageAnnotation, Part, an
 from opal_deploy.evaluation.metrics import compute_metrics
 from opal_deploy.evaluation.pointing import count_hits, format_game, play_pointing_game
 from opal_deploy.evaluation.session import EvaluationResult
-from opal_deploy.preprocess.geometry import Geometry, compute_geometry_from_size
+from opal_deploy.preprocess.geometry import Geometry, compute_geometry
 from opal_deploy.synthetic import generate_dataset, read_annotations
 
 GRID = (4, 4)
@@ -60,11 +60,11 @@ def test_a_point_is_hit_within_the_margin_at_the_scale_of_the_input(crop, distan
     parts = (Part(((10, 10), (60, 60))),)
     points = np.array([[60 + distance, 60]])
     annotation = ImageAnnotation("a", parts=parts)
-    assert annotation.on_parts(points, compute_geometry_from_size((224, 224), crop)).tolist() == [[hit]]
+    assert annotation.on_parts(points, compute_geometry((224, 224), crop)).tolist() == [[hit]]
 
 
 def test_centres_follow_the_crop():
-    crop = compute_geometry_from_size((100, 50), (20, 10, 60, 50)).crop
+    crop = compute_geometry((100, 50), (20, 10, 60, 50)).crop
     centres = CellGrid(2, 4).centres(crop)
     assert centres.tolist() == [[25, 20], [35, 20], [45, 20], [55, 20], [25, 40], [35, 40], [45, 40], [55, 40]]
     # a box that would leave the crop stays at its edge

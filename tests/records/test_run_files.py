@@ -3,13 +3,7 @@
 import pytest
 
 from opal_deploy.errors import StoppedEarly
-from opal_deploy.records.run_files import (
-    OVERLAYS,
-    SHEETS,
-    overlay_name,
-    remove_image_files,
-    write_image_file,
-)
+from opal_deploy.records.run_files import overlay_name, remove_overlays, write_image_file
 
 
 @pytest.mark.parametrize(
@@ -36,15 +30,14 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
     assert [path.name for path in (tmp_path / "overlays").iterdir()] == ["000000-a.jpg"]
 
 
-@pytest.mark.parametrize(("kind", "suffix"), [(OVERLAYS, "jpg"), (SHEETS, "png")])
-def test_files_from_an_image_on_are_removed_and_nothing_else(tmp_path, kind, suffix):
-    remove_image_files(tmp_path, kind)
+def test_overlays_from_an_image_on_are_removed_and_nothing_else(tmp_path):
+    remove_overlays(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    kept = [f"{kind}/{name}.{suffix}" for name in ("000003-a", "0001/010000-a", "mine", "0001/mine")]
-    removed = [f"{kind}/{name}.{suffix}" for name in ("0001/010001-a", "0002/020000-a")] + [f"{kind}/.000002-a.part"]
+    kept = [f"overlays/{name}" for name in ("000003-a.jpg", "0001/010000-a.jpg", "mine.jpg", "0001/mine.jpg")]
+    removed = [f"overlays/{name}" for name in ("0001/010001-a.jpg", "0002/020000-a.jpg", ".000002-a.part")]
     for path in (*kept, *removed):
         write_image_file(tmp_path, path, b"x")
-    remove_image_files(tmp_path, kind, 10_001)
+    remove_overlays(tmp_path, 10_001)
     left = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()]
     assert sorted(left) == sorted(kept)
-    assert not (tmp_path / kind / "0002").exists()
+    assert not (tmp_path / "overlays/0002").exists()

@@ -99,7 +99,7 @@ def test_a_damaged_run_json_is_refused(tmp_path, text, message):
 
 def test_overwriting_clears_an_earlier_runs_files_and_no_others(tmp_path):
     begin(tmp_path, finish=True)
-    drawings = ("overlays/000000-a.jpg", "overlays/0001/010000-a.jpg", "sheets/000000-a.png")
+    drawings = ("overlays/000000-a.jpg", "overlays/0001/010000-a.jpg")
     for name in ("report.html", "results.csv", *drawings, "mine.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")

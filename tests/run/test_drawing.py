@@ -13,7 +13,7 @@ from opal_deploy.predict import prepare
 from opal_deploy.predict.executor import predict_stream
 from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.run.directory import read_records
-from opal_deploy.run.drawing import ReportOptions, SheetBuilder, describe_report, open_report
+from opal_deploy.run.drawing import ReportOptions, build_sheet, describe_report, open_report
 from opal_deploy.run.setup import RunOptions
 from opal_deploy.sources.image import InputImage
 from tests.bright import BrightSession, save, write_run
@@ -135,16 +135,13 @@ def test_an_overlay_that_is_gone_costs_its_image_only(tmp_path):
 OPTIONS = InferenceOptions(batch=1, workers=1, keep_images=True, keep_outputs=True)
 
 
-def build(session, image, **options):
-    (result,) = predict_stream([image], [session], OPTIONS)
-    return SheetBuilder(session.metadata, **options).build(result)
-
-
 def test_a_box_crops_the_view_and_places_stay_those_of_the_whole_image(tmp_path):
     pixels = np.zeros((64, 64, 3), np.uint8)
     pixels[40:48, 48:56] = 250
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    sheet = build(BrightSession(), InputImage("a.png", tmp_path / "a.png", (32, 32, 64, 64)))
+    session, image = BrightSession(), InputImage("a.png", tmp_path / "a.png", (32, 32, 64, 64))
+    (result,) = predict_stream([image], [session], OPTIONS)
+    sheet = build_sheet(result, session.metadata)
     assert sheet.record.evidence[0].box == (48.0, 40.0, 56.0, 48.0)
     # JSON names the runner-up's slots too
     assert sheet.document["evidence"][0]["box"] == [48.0, 40.0, 56.0, 48.0]

@@ -13,7 +13,7 @@ from PIL import Image
 
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.predict.prepare import InferenceOptions
-from opal_deploy.records.build import Place, error_record
+from opal_deploy.records.build import error_record
 from opal_deploy.records.lines import to_document, to_json_line
 from opal_deploy.run import directory
 from opal_deploy.run.directory import RecordWriter, load_resume_point
@@ -91,7 +91,7 @@ RECORD = error_record("a", "not_found", "no such file")
 
 def test_a_record_is_one_line_of_json_and_in_the_file_once_it_is_written(tmp_path):
     name = 'a\nb"<script>\ud800\r\v\f\x1c\x1d\x1e\x7f\x85\x9b\u2028\u2029.jpg'
-    odd = error_record(name, "not_found", "no such file", place=Place(0, 0.1 + 0.2))
+    odd = error_record(name, "not_found", "no such file", frame=0, time=0.1 + 0.2)
     with RecordWriter(tmp_path / "r.jsonl") as writer:
         writer.write(odd)
         writer.write(odd)

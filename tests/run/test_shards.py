@@ -149,13 +149,6 @@ def test_too_many_errors_in_all_shards_stop_the_run(infer):
     assert "--max-errors 0" in check(infer("out", "--max-errors", "0", "--shards", "2"), 5).stderr
 
 
-def test_a_model_that_cannot_be_opened_is_named(infer, model):
-    data = bytearray(model.read_bytes())
-    data[len(data) // 2] ^= 1
-    (infer.cwd / "damaged.onnx").write_bytes(data)
-    assert "damaged.onnx" in check(infer("out", "--shards", "2", "--model", "damaged.onnx"), 2).stderr.splitlines()[-1]
-
-
 @pytest.mark.parametrize(
     ("options", "devices"),
     [

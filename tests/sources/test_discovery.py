@@ -135,7 +135,6 @@ def test_a_list_names_one_path_a_line(tmp_path, monkeypatch):
         (["x" * 5000], "no such file"),
         (["@none.txt"], "@none.txt: no such list"),
         (["@folder"], "@folder: no such list"),
-        (["b*.jpg"], "nothing matches"),
     ],
 )
 def test_a_misspelt_input_is_refused_before_anything_begins(tmp_path, monkeypatch, inputs, message):

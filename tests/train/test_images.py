@@ -48,7 +48,7 @@ def test_evaluation_images_are_those_of_preprocess(samples):
     assert labels.tolist() == [sample.label for sample in samples]
     for pixels, sample in zip(images, samples, strict=True):
         image = decode(sample.path)
-        assert np.array_equal(pixels.numpy(), to_input(image, compute_geometry(image, sample.box), (32, 64)))
+        assert np.array_equal(pixels.numpy(), to_input(image, compute_geometry(image.size, sample.box), (32, 64)))
 
 
 def test_normalisation_is_that_of_preprocess_bit_for_bit(samples):
