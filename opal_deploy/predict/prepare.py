@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +51,6 @@ Pixels: TypeAlias = NDArray[np.uint8]
 
 # a file up to the first size is read as a whole; a larger one is hashed, up to the second size, and read by its decoder
 MAX_READ_BYTES, MAX_HASHED_BYTES = 64 << 20, 1 << 30
-_CHUNK = 1 << 20
 # requests over a network at a time
 _REQUESTS = 8
 
@@ -215,7 +215,9 @@ def read_file(source: File) -> tuple[File, str | None]:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(0)
             if size > MAX_READ_BYTES:
-                return source, _hash(stream) if size <= MAX_HASHED_BYTES else None
+                if size > MAX_HASHED_BYTES:
+                    return source, None
+                return source, hashlib.file_digest(cast(io.BufferedReader, stream), "sha256").hexdigest()
             data = stream.read(size + 1)
     except ImageError:
         raise
@@ -223,13 +225,6 @@ def read_file(source: File) -> tuple[File, str | None]:
         return source, None
     # the file is still being written, or its container states a wrong size
     return (data, hashlib.sha256(data).hexdigest()) if len(data) == size else (source, None)
-
-
-def _hash(stream: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    while chunk := stream.read(_CHUNK):
-        digest.update(chunk)
-    return digest.hexdigest()
 
 
 def read_remote(images: Sequence[InputImage]) -> list[InputImage]:

@@ -189,23 +189,20 @@ def observe_records(records: Sequence[Answered], metadata: Metadata) -> Observat
     at = places[:, 0], places[:, 1]
     values = np.full((2, count, max_slots), np.nan)
     values[0][at] = [slot.score for _, slot in rows]
-    values[1][at] = [_or_nan(slot.contribution) for _, slot in rows]
+    # None becomes NaN
+    values[1][at] = np.array([slot.contribution for _, slot in rows], np.float64)
     all_cells = np.zeros((count, max_slots, 2), np.int64)
     all_cells[at] = cells
     kept = ~np.isnan(values[0])
-    cosines = np.array([_or_nan(record.prediction.cosine) for record in records])
+    cosines = np.array([record.prediction.cosine for record in records], np.float64)
     return Observations(
         class_ids,
         cosines,
-        np.array([_or_nan(record.margin) for record in records]),
+        np.array([record.margin for record in records], np.float64),
         recover_norms(values[0], cosines),
         share_cells(all_cells[..., 0] * grid[1] + all_cells[..., 1], kept),
-        np.array([_or_nan(record.ood_score) for record in records]),
+        np.array([record.ood_score for record in records], np.float64),
         values[0],
         values[1],
         np.where(kept, find_places(all_cells, grid), -1),
     )
-
-
-def _or_nan(value: float | None) -> float:
-    return np.nan if value is None else value

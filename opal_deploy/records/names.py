@@ -31,22 +31,14 @@ SlotNames: TypeAlias = Mapping[tuple[int, int], str]
 _MAX_SLOT_NAME = 100
 
 _SURROGATE_BASE = 0xDC00
+# NUL, and the surrogates of bytes from 0x80 on
+_UNENCODABLE = re.compile("[\0\udc80-\udcff]")
 _ESCAPED = re.compile(r"\\(\\|x([0-9a-f]{2}))")
 
 
 def escape_name(name: str) -> str:
     """Return a name from `os.fsdecode` (undecodable bytes as lone surrogates) as encodable text."""
-    doubled = name.replace("\\", "\\\\")
-    if doubled.isascii() and "\0" not in doubled:
-        return doubled
-    return "".join(
-        "\\x00"
-        if c == "\0"
-        else f"\\x{ord(c) - _SURROGATE_BASE:02x}"
-        if _SURROGATE_BASE + 0x80 <= ord(c) <= _SURROGATE_BASE + 0xFF
-        else c
-        for c in doubled
-    )
+    return _UNENCODABLE.sub(lambda match: f"\\x{ord(match[0]) & 0xFF:02x}", name.replace("\\", "\\\\"))
 
 
 def unescape_name(text: str) -> str:

@@ -196,6 +196,7 @@ def glob_items(pattern: str, skipped: Skipped, *, recursive: bool, videos: bool 
     """Yield what a glob matches: images, members of archives, images of folders; with `videos` videos too."""
     # `**` stands for any number of folders
     matches = sorted(set(glob.glob(pattern, recursive=True)), key=os.fsencode)
+    # a pattern that names a hidden folder means it
     empty, names_hidden = True, is_hidden(*Path(pattern).parts)
     for match in matches:
         path = Path(match)
