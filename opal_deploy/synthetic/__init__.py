@@ -15,11 +15,4 @@ from opal_deploy.synthetic.dataset import (
     test_vector_images,
 )
 
-__all__ = [
-    "Annotation",
-    "draw_example",
-    "example_images",
-    "generate_dataset",
-    "read_annotations",
-    "test_vector_images",
-]
+__all__ = ["Annotation", "draw_example", "example_images", "generate_dataset", "read_annotations", "test_vector_images"]

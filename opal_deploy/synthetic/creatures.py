@@ -10,24 +10,24 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.errors import UsageError
 from opal_deploy.synthetic.shapes import (
+    POLYGONS,
     SUPERSAMPLING,
     Color,
     Frame,
     Points,
+    Rng,
     blank_layer,
     composite,
     draw_background,
     ellipse,
     hsv_to_rgb,
     line,
-    part_polygons,
     place_in_frame,
     premultiply,
     ribbon,
@@ -38,15 +38,7 @@ MIN_SIDE = 32
 # width of the dark line around every shape, in creature units (1 is the shorter side of the image at scale 1)
 _OUTLINE = 0.009
 
-VARIANTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "beak": ("cone", "sickle", "spoon", "hook"),
-        "crest": ("fan", "spike", "curl", "ball"),
-        "wing": ("bars", "spots", "ring", "zigzag"),
-        "tail": ("paddle", "fork", "shell", "wave"),
-        "feet": ("toes", "flippers", "boots", "balls"),
-    }
-)
+VARIANTS: Mapping[str, tuple[str, ...]] = {part: tuple(variants) for part, variants in POLYGONS.items()}
 """Part name -> its variants, the common one first."""
 
 # consecutive rows use every part about equally often, so that any number of rows from the top is balanced; rows with
@@ -99,18 +91,15 @@ def list_species(count: int) -> tuple[Species, ...]:
     """
     if not 2 <= count <= MAX_SPECIES:
         raise UsageError(f"{count} species: expected 2 to {MAX_SPECIES}")
-    rows = [(name, {part: special.get(part, VARIANTS[part][0]) for part in VARIANTS}) for name, special in _SPECIES]
-    rows = rows[:count]
-    return tuple(
-        Species(
-            name,
-            MappingProxyType(mine),
-            frozenset(
-                part for part in VARIANTS if 3 * sum(theirs[part] != mine[part] for _, theirs in rows) > 2 * (count - 1)
-            ),
-        )
-        for name, mine in rows
-    )
+    rows = {
+        name: {part: special.get(part, VARIANTS[part][0]) for part in VARIANTS} for name, special in _SPECIES[:count]
+    }
+    species = []
+    for name, own in rows.items():
+        unlike = {part: sum(others[part] != own[part] for others in rows.values()) for part in VARIANTS}
+        distinguishing = frozenset(part for part, number in unlike.items() if 3 * number > 2 * (count - 1))
+        species.append(Species(name, own, distinguishing))
+    return tuple(species)
 
 
 @dataclass(frozen=True)
@@ -174,7 +163,7 @@ _HUES = {"beak": 0.08, "crest": 0.95, "wing": 0.60, "tail": 0.36, "feet": 0.16}
 _HUE_JITTER = 0.05
 
 
-def _sample_appearance(rng: np.random.Generator) -> _Appearance:
+def _sample_appearance(rng: Rng) -> _Appearance:
     def within(limit: float) -> float:
         return float(rng.uniform(-limit, limit))
 
@@ -241,7 +230,7 @@ def _paint_order(appearance: _Appearance, variants: Mapping[str, str]) -> Iterat
         fill, mark = appearance.paint[name]
         tones = {"fill": fill, "base": fill, "mark": mark, "rib": appearance.dark}
         for frame in frames[name]:
-            for outline, tone in part_polygons(name, variants[name]):
+            for outline, tone in POLYGONS[name][variants[name]]:
                 yield name, place_in_frame(outline, frame), tones[tone], tone == "fill"
 
     hx, hy = appearance.head
@@ -272,9 +261,9 @@ def _to_pixels(appearance: _Appearance, size: tuple[int, int]) -> tuple[NDArray[
     frames = _frames(appearance)
     corners = [
         place_in_frame(outline, frame)
-        for part, names in VARIANTS.items()
-        for name in names
-        for outline, _ in part_polygons(part, name)
+        for part, variants in POLYGONS.items()
+        for polygons in variants.values()
+        for outline, _ in polygons
         for frame in frames[part]
     ]
     c, s = math.cos(appearance.angle), math.sin(appearance.angle)
@@ -295,12 +284,7 @@ def check_size(size: tuple[int, int]) -> None:
 
 
 def draw_creature(
-    species: Species,
-    rng: np.random.Generator,
-    size: tuple[int, int],
-    *,
-    hide: Collection[str] = (),
-    scene: np.random.Generator | None = None,
+    species: Species, rng: Rng, size: tuple[int, int], *, hide: Collection[str] = (), scene: Rng | None = None
 ) -> Creature:
     """Draw a creature of a species.
 
@@ -315,11 +299,9 @@ def draw_creature(
         scene: the source of the background instead of `rng`, everything else unchanged.
 
     Raises:
-        UsageError: the image is too small, or `hide` names an unknown part.
+        UsageError: the image is too small.
     """
     check_size(size)
-    if unknown := set(hide) - set(VARIANTS):
-        raise UsageError(f"unknown part to hide: {', '.join(sorted(unknown))}; parts are {', '.join(VARIANTS)}")
     background = draw_background(rng, size)
     if scene is not None:
         background = draw_background(scene, size)

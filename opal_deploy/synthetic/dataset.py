@@ -55,19 +55,11 @@ class Annotation:
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """The data set that `generate_dataset` wrote.
-
-    Attributes:
-        root: the data set's folder.
-        classes: species by class id.
-        images: the number of images of each split.
-        annotations: the parts file.
-    """
+    """The data set that `generate_dataset` wrote: its folder, the species by class id, and images per split."""
 
     root: Path
     classes: tuple[str, ...]
     images: dict[str, int]
-    annotations: Path
 
 
 def generate_dataset(
@@ -101,10 +93,9 @@ def generate_dataset(
     counts = dict(zip(SPLITS, (train_per_class, val_per_class, test_per_class), strict=True))
     if min(counts.values()) < 0 or not any(counts.values()):
         raise UsageError(f"images per class must not be negative, nor all 0: got {counts}")
-    if seed < 0:
-        raise UsageError(f"the seed must not be negative: got {seed}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out}: exists; give a new or an empty folder for the data set")
     jobs = [(split, kind, i) for split, kind in product(SPLITS, range(num_species)) for i in range(counts[split])]
-    _make_empty_dir(out)
     lines = []
     for done, (split, class_id, index) in enumerate(jobs, 1):
         kind = kinds[class_id]
@@ -118,10 +109,9 @@ def generate_dataset(
         lines.append(json.dumps({"schema": _SCHEMA, **asdict(annotation)}, separators=(",", ":")))
         if progress is not None:
             progress(done, len(jobs))
-    classes = tuple(kind.name for kind in kinds)
     (out / PARTS_FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     totals = {split: count * num_species for split, count in counts.items() if count}
-    return DatasetSummary(out, classes, totals, out / PARTS_FILE)
+    return DatasetSummary(out, tuple(kind.name for kind in kinds), totals)
 
 
 def encode_runs(mask: NDArray[np.bool_]) -> tuple[int, ...]:
@@ -154,20 +144,8 @@ def read_annotations(path: Path) -> list[Annotation]:
                 raise ValueError(f"schema {record['schema']}")
             annotations.append(convert(record, Annotation))
         except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(
-                f"{file}, line {number} is not a part annotation of schema {_SCHEMA}: {error!r}"
-            ) from error
+            raise UsageError(f"{file}, line {number}: not a part annotation of schema {_SCHEMA} ({error!r})") from error
     return annotations
-
-
-def _make_empty_dir(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        occupied = any(out.iterdir())
-    except OSError as error:
-        raise UsageError(f"cannot write a data set to {out}: {error.strerror}") from error
-    if occupied:
-        raise UsageError(f"{out} is not empty; give a new or empty folder for the data set")
 
 
 _EXAMPLE_SEED = 20260917
@@ -182,11 +160,8 @@ def example_images(count: int, height: int, width: int) -> NDArray[np.uint8]:
     Raises:
         UsageError: a side is under 32 pixels.
     """
-    check_size((height, width))
-    images = np.empty((count, height, width, 3), dtype=np.uint8)
-    for i in range(count):
-        images[i] = draw_example(i, height, width)
-    return images
+    images = [draw_example(number, height, width) for number in range(count)]
+    return np.array(images, np.uint8).reshape(count, height, width, 3)
 
 
 def draw_example(number: int, height: int, width: int) -> NDArray[np.uint8]:
@@ -195,11 +170,7 @@ def draw_example(number: int, height: int, width: int) -> NDArray[np.uint8]:
     return draw_creature(kind, np.random.default_rng([_EXAMPLE_SEED, number]), (height, width)).image
 
 
-def noise_image(height: int, width: int) -> NDArray[np.uint8]:
-    """Return uniform noise from a fixed seed: uint8 [height, width, 3]."""
-    return np.random.default_rng(_EXAMPLE_SEED).integers(0, 256, (height, width, 3), dtype=np.uint8)
-
-
 def test_vector_images(height: int, width: int) -> NDArray[np.uint8]:
     """Return the images of test vectors, three creatures and one of noise: uint8 [4, height, width, 3]."""
-    return np.concatenate([example_images(3, height, width), noise_image(height, width)[None]])
+    noise = np.random.default_rng(_EXAMPLE_SEED).integers(0, 256, (1, height, width, 3), dtype=np.uint8)
+    return np.concatenate([example_images(3, height, width), noise])

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import colorsys
 import math
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 Color = tuple[int, int, int]
+Pen = ImageDraw.ImageDraw
+Rng = np.random.Generator
 SUPERSAMPLING = 2
-
 
 Points = NDArray[np.float64]
 """[P, 2] corners of a polygon, (x, y)."""
@@ -85,109 +85,81 @@ def _fill(*outlines: Points) -> list[TonedPolygon]:
     return [(outline, "fill") for outline in outlines]
 
 
-def _beak(variant: str) -> list[TonedPolygon]:
-    if variant == "cone":
-        return [
+def _draw_curl() -> Points:
+    t = np.linspace(0, 1, 26)
+    x = 0.098 - np.cos(t * 5.6) * 0.05 * (1 - 0.62 * t)
+    swirl = np.stack([x, -np.sin(t * 5.6) * 0.056 * (1 - 0.6 * t)], axis=1)
+    return ribbon(np.concatenate([polygon((-0.01, 0.012), (0.02, 0.006)), swirl]), 0.036, 0.026)
+
+
+def _draw_wave() -> Points:
+    x = np.linspace(-0.02, 0.19, 26)
+    return ribbon(np.stack([x, 0.046 * np.sin(x * 42)], axis=1), 0.046, 0.03)
+
+
+_HOOD = polygon((-0.015, -0.062), (0.03, -0.066), (0.065, -0.052), (0.09, -0.02), (0.096, 0.025), (0.082, 0.078))
+_WING: TonedPolygon = (ellipse(0, 0, 0.122, 0.082, corners=36), "fill")
+_BARS = ((-0.062, 0.05), (0.0, 0.064), (0.062, 0.05))
+_SPOTS = ((-0.078, 0.0), (-0.026, -0.042), (-0.026, 0.04), (0.03, 0.0), (0.062, -0.04), (0.066, 0.036))
+_TEETH = polygon((-0.1, 0.022), (-0.05, -0.04), (0.0, 0.034), (0.05, -0.04), (0.1, 0.022))
+_UP, _DOWN = (place_in_frame(_TEETH, (0.0, shift, 0.0)) for shift in (0.018, -0.018))
+_TINE = ribbon(np.array([[-0.02, 0.004], [0.07, 0.03], [0.13, 0.064], [0.19, 0.108]]), 0.055, 0.012)
+
+POLYGONS: Mapping[str, Mapping[str, Sequence[TonedPolygon]]] = {
+    "beak": {
+        "cone": [
             *_fill(polygon((-0.015, -0.055), (0.13, 0.01), (-0.015, 0.06))),
             (line(0, 0.005, 0.1, 0.01, 0.008, 0.004), "rib"),
-        ]
-    if variant == "sickle":
-        bow = place_in_frame(arc(0.15, -math.pi / 2, math.radians(10), 14), (-0.005, 0.14, 0.0))
-        return _fill(ribbon(bow, 0.062, 0.008))
-    if variant == "spoon":
-        return _fill(line(-0.015, 0, 0.1, 0, 0.034, 0.026), ellipse(0.125, 0.0, 0.045, 0.038))
-    hood = polygon((-0.015, -0.062), (0.03, -0.066), (0.065, -0.052), (0.09, -0.02), (0.096, 0.025), (0.082, 0.078))
-    return _fill(np.concatenate([hood, polygon((0.066, 0.03), (0.045, 0.016), (0.03, 0.03), (-0.015, 0.036))]))
-
-
-def _crest(variant: str) -> list[TonedPolygon]:
-    if variant == "fan":
-        return _fill(*(leaf(0.135, 0.036, math.radians(a)) for a in (-48, 48, 0)))
-    if variant == "spike":
-        return _fill(polygon((-0.01, -0.045), (0.08, -0.03), (0.19, -0.035), (0.09, 0.025), (-0.01, 0.045)))
-    if variant == "curl":
-        t = np.linspace(0, 1, 26)
-        swirl = np.stack(
-            [0.098 - np.cos(t * 5.6) * 0.05 * (1 - 0.62 * t), -np.sin(t * 5.6) * 0.056 * (1 - 0.6 * t)], axis=1
-        )
-        return _fill(ribbon(np.concatenate([polygon((-0.01, 0.012), (0.02, 0.006)), swirl]), 0.036, 0.026))
-    return _fill(line(-0.01, 0, 0.08, 0, 0.02, 0.016), ellipse(0.11, 0, 0.049, 0.049))
-
-
-WING = (0.122, 0.082)
-"""Half axes of the wing in every variant; only its pattern varies."""
-
-
-def _wing(variant: str) -> list[TonedPolygon]:
-    oval: TonedPolygon = (ellipse(0, 0, *WING, corners=36), "fill")
-    if variant == "bars":
-        bars = [line(x, -h, x, h, 0.026, 0.026) for x, h in ((-0.062, 0.05), (0.0, 0.064), (0.062, 0.05))]
-        return [oval, *((bar, "mark") for bar in bars)]
-    if variant == "spots":
-        places = ((-0.078, 0.0), (-0.026, -0.042), (-0.026, 0.04), (0.03, 0.0), (0.062, -0.04), (0.066, 0.036))
-        return [oval, *((ellipse(x, y, 0.0205, 0.0205, corners=16), "mark") for x, y in places)]
-    if variant == "ring":
-        return [
-            oval,
-            (ellipse(0, 0, 0.064, 0.064), "mark"),
-            (ellipse(0, 0, 0.042, 0.042), "base"),
-            (ellipse(0, 0, 0.021, 0.021), "mark"),
-        ]
-    teeth = polygon((-0.1, 0.022), (-0.05, -0.04), (0.0, 0.034), (0.05, -0.04), (0.1, 0.022))
-    up, down = (place_in_frame(teeth, (0.0, shift, 0.0)) for shift in (0.018, -0.018))
-    return [oval, (np.concatenate([up, down[::-1]]), "mark")]
-
-
-def _tail(variant: str) -> list[TonedPolygon]:
-    if variant == "paddle":
-        return [
+        ],
+        "sickle": _fill(
+            ribbon(place_in_frame(arc(0.15, -math.pi / 2, math.radians(10), 14), (-0.005, 0.14, 0.0)), 0.062, 0.008)
+        ),
+        "spoon": _fill(line(-0.015, 0, 0.1, 0, 0.034, 0.026), ellipse(0.125, 0.0, 0.045, 0.038)),
+        "hook": _fill(np.concatenate([_HOOD, polygon((0.066, 0.03), (0.045, 0.016), (0.03, 0.03), (-0.015, 0.036))])),
+    },
+    "crest": {
+        "fan": _fill(*(leaf(0.135, 0.036, math.radians(a)) for a in (-48, 48, 0))),
+        "spike": _fill(polygon((-0.01, -0.045), (0.08, -0.03), (0.19, -0.035), (0.09, 0.025), (-0.01, 0.045))),
+        "curl": _fill(_draw_curl()),
+        "ball": _fill(line(-0.01, 0, 0.08, 0, 0.02, 0.016), ellipse(0.11, 0, 0.049, 0.049)),
+    },
+    "wing": {
+        "bars": [_WING, *((line(x, -h, x, h, 0.026, 0.026), "mark") for x, h in _BARS)],
+        "spots": [_WING, *((ellipse(x, y, 0.0205, 0.0205, corners=16), "mark") for x, y in _SPOTS)],
+        "ring": [
+            _WING,
+            *((ellipse(0, 0, r, r), tone) for r, tone in ((0.064, "mark"), (0.042, "base"), (0.021, "mark"))),
+        ],
+        "zigzag": [_WING, (np.concatenate([_UP, _DOWN[::-1]]), "mark")],
+    },
+    "tail": {
+        "paddle": [
             *_fill(ellipse(0.105, 0, 0.085, 0.044), line(-0.02, 0, 0.05, 0, 0.05, 0.04)),
             (line(0.0, 0, 0.15, 0, 0.008, 0.006), "rib"),
-        ]
-    if variant == "fork":
-        tine = ribbon(np.array([[-0.02, 0.004], [0.07, 0.03], [0.13, 0.064], [0.19, 0.108]]), 0.055, 0.012)
-        return _fill(tine, tine * np.array([1.0, -1.0]))
-    if variant == "shell":
-        fan = np.concatenate([polygon((-0.02, 0.016), (-0.02, -0.016)), arc(0.128, -0.76, 0.76, 14)])
-        return [
-            *_fill(fan),
+        ],
+        "fork": _fill(_TINE, _TINE * np.array([1.0, -1.0])),
+        "shell": [
+            *_fill(np.concatenate([polygon((-0.02, 0.016), (-0.02, -0.016)), arc(0.128, -0.76, 0.76, 14)])),
             *((rotate(line(0.01, 0, 0.115, 0, 0.006, 0.008), a), "rib") for a in (-0.4, 0, 0.4)),
-        ]
-    x = np.linspace(-0.02, 0.19, 26)
-    return _fill(ribbon(np.stack([x, 0.046 * np.sin(x * 42)], axis=1), 0.046, 0.03))
-
-
-def _foot(variant: str) -> list[TonedPolygon]:
-    """Return one of the two feet; its frame has x forward along the ground and its origin at the ankle."""
-    if variant == "toes":
-        return _fill(
+        ],
+        "wave": _fill(_draw_wave()),
+    },
+    # x is forward along the ground, the origin at the ankle
+    "feet": {
+        "toes": _fill(
             *(
                 ribbon(np.array([[0, 0], [math.cos(a) * 0.074, math.sin(a) * 0.074]]), 0.028, 0.018)
                 for a in (2.5, 0.64, 1.57)
             )
-        )
-    if variant == "flippers":
-        return _fill(polygon((-0.012, -0.012), (0.014, -0.012), (0.105, 0.032), (0.088, 0.05), (-0.02, 0.05)))
-    if variant == "boots":
-        return _fill(
+        ),
+        "flippers": _fill(polygon((-0.012, -0.012), (0.014, -0.012), (0.105, 0.032), (0.088, 0.05), (-0.02, 0.05))),
+        "boots": _fill(
             polygon((-0.024, -0.03), (0.022, -0.03), (0.022, 0.008), (0.06, 0.016), (0.066, 0.052), (-0.024, 0.052))
-        )
-    return _fill(ellipse(0.004, 0.032, 0.041, 0.041, corners=20))
-
-
-_DRAW_PART: dict[str, Callable[[str], list[TonedPolygon]]] = {
-    "beak": _beak,
-    "crest": _crest,
-    "wing": _wing,
-    "tail": _tail,
-    "feet": _foot,
+        ),
+        "balls": _fill(ellipse(0.004, 0.032, 0.041, 0.041, corners=20)),
+    },
 }
-
-
-@cache
-def part_polygons(part: str, variant: str) -> Sequence[TonedPolygon]:
-    """Return the polygons of one variant of a part in painting order; for the feet, of one foot."""
-    return tuple(_DRAW_PART[part](variant))
+"""Part -> variant -> its polygons in painting order; of the feet, one foot. The first variant is the common one."""
 
 
 def hsv_to_rgb(hue: float, saturation: float, value: float) -> Color:
@@ -196,7 +168,7 @@ def hsv_to_rgb(hue: float, saturation: float, value: float) -> Color:
     return round(255 * r), round(255 * g), round(255 * b)
 
 
-def blank_layer(size: tuple[int, int]) -> tuple[Image.Image, ImageDraw.ImageDraw]:
+def blank_layer(size: tuple[int, int]) -> tuple[Image.Image, Pen]:
     """Return an empty supersampled layer for an image of `size` (H, W); its colours come from `premultiply`."""
     # four plain bands: colours are kept multiplied by their alpha, so shrinking needs no conversion
     layer = Image.new("CMYK", (size[1] * SUPERSAMPLING, size[0] * SUPERSAMPLING))
@@ -222,7 +194,7 @@ def composite(layer: Image.Image) -> tuple[tuple[slice, slice], NDArray[np.float
     return (slice(box[1], box[3]), slice(box[0], box[2])), bands[..., :3], bands[..., 3:] / np.float32(255)
 
 
-def draw_background(rng: np.random.Generator, size: tuple[int, int]) -> NDArray[np.uint8]:
+def draw_background(rng: Rng, size: tuple[int, int]) -> NDArray[np.uint8]:
     """Draw a scene without a creature.
 
     Args:
@@ -258,14 +230,12 @@ def draw_background(rng: np.random.Generator, size: tuple[int, int]) -> NDArray[
     return np.clip(scene, 0, 255).astype(np.uint8)
 
 
-def _muted_color(rng: np.random.Generator, hue: float, alpha: tuple[int, int]) -> tuple[int, int, int, int]:
+def _muted_color(rng: Rng, hue: float, alpha: tuple[int, int]) -> tuple[int, int, int, int]:
     paint = hsv_to_rgb(hue + rng.normal(0, 0.1), rng.uniform(0.1, 0.45), rng.uniform(0.4, 0.95))
     return premultiply(paint, int(rng.integers(*alpha)))
 
 
-def _draw_hills(
-    pen: ImageDraw.ImageDraw, rng: np.random.Generator, end: tuple[int, int], side: int, hue: float
-) -> None:
+def _draw_hills(pen: Pen, rng: Rng, end: tuple[int, int], side: int, hue: float) -> None:
     x = np.linspace(0, end[0], 24)
     for level in np.sort(rng.uniform(0.55, 0.95, int(rng.integers(1, 4)))):
         waves = (
@@ -277,9 +247,7 @@ def _draw_hills(
         pen.polygon(outline.ravel().tolist(), fill=_muted_color(rng, hue, (120, 220)))
 
 
-def _draw_blades(
-    pen: ImageDraw.ImageDraw, rng: np.random.Generator, end: tuple[int, int], side: int, hue: float
-) -> None:
+def _draw_blades(pen: Pen, rng: Rng, end: tuple[int, int], side: int, hue: float) -> None:
     wind, t = rng.uniform(-0.35, 0.35), np.linspace(0, 1, 6)
     for _ in range(int(rng.integers(8, 26))):
         length, bend = side * rng.uniform(0.12, 0.5), wind + rng.normal(0, 0.2)
@@ -289,9 +257,7 @@ def _draw_blades(
         pen.polygon(blade.ravel().tolist(), fill=_muted_color(rng, hue, (110, 220)))
 
 
-def _draw_drops(
-    pen: ImageDraw.ImageDraw, rng: np.random.Generator, end: tuple[int, int], side: int, hue: float
-) -> None:
+def _draw_drops(pen: Pen, rng: Rng, end: tuple[int, int], side: int, hue: float) -> None:
     for _ in range(int(rng.integers(4, 13))):
         radius = side * rng.uniform(0.03, 0.16)
         x, y, flat, angle = rng.uniform(0, end[0]), rng.uniform(0, end[1]), rng.uniform(0.5, 1), rng.uniform(0, math.pi)

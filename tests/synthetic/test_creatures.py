@@ -3,7 +3,6 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from opal_deploy.errors import UsageError
 from opal_deploy.synthetic.creatures import MAX_SPECIES, VARIANTS, draw_creature, list_species
 
 SIDE = 224
@@ -49,14 +48,6 @@ def test_box_is_tight_around_what_the_part_paints(part):
         slack = (painted - [x0, y0, x1, y1]) * [1, 1, -1, -1]
         assert slack.min() > -1
         assert slack.max() < hidden + 2.5, (kind.name, slack)
-
-
-@pytest.mark.parametrize(
-    ("size", "hide", "reason"), [((224, 31), [], "at least 32"), ((64, 64), ["horn"], "unknown part to hide: horn")]
-)
-def test_what_cannot_be_drawn_is_refused(size, hide, reason):
-    with pytest.raises(UsageError, match=reason):
-        draw_creature(KINDS[0], np.random.default_rng(0), size, hide=hide)
 
 
 def test_any_two_species_differ_in_two_to_four_parts():

@@ -27,7 +27,7 @@ def test_layout_is_an_image_folder_with_annotations(tmp_path):
         # an ImageFolder numbers its classes alphabetically
         assert sorted(path.name for path in (root / split).iterdir()) == list(summary.classes)
     on_disk = {path.relative_to(root).as_posix() for path in root.glob("*/*/*.png")}
-    assert {annotation.image for annotation in read_annotations(summary.annotations)} == on_disk
+    assert {annotation.image for annotation in read_annotations(root / "parts.jsonl")} == on_disk
 
 
 def test_annotations_read_back_are_those_of_the_drawings(tmp_path):
@@ -56,8 +56,8 @@ def test_an_image_depends_on_its_own_place_and_seed_only(tmp_path):
 
 def test_an_occupied_folder_and_a_file_are_refused_and_left_alone(tmp_path):
     (tmp_path / "mine.txt").write_text("keep")
-    for place, reason in ((tmp_path, "is not empty"), (tmp_path / "mine.txt", "cannot write a data set")):
-        with pytest.raises(UsageError, match=reason):
+    for place in (tmp_path, tmp_path / "mine.txt"):
+        with pytest.raises(UsageError, match="exists"):
             generate_dataset(place, **SMALL)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
@@ -68,7 +68,6 @@ def test_an_occupied_folder_and_a_file_are_refused_and_left_alone(tmp_path):
         ({"num_species": MAX_SPECIES + 1}, f"2 to {MAX_SPECIES}"),
         ({"train_per_class": -1}, "must not be negative"),
         ({"train_per_class": 0, "val_per_class": 0, "test_per_class": 0}, "nor all 0"),
-        ({"seed": -1}, "seed must not be negative"),
         ({"size": (16, 64)}, "at least 32"),
     ],
 )
@@ -80,11 +79,11 @@ def test_impossible_request_is_refused_before_anything_is_written(tmp_path, chan
 
 @pytest.mark.parametrize("damage", ["not json", "[]", "{}", '{"schema": 2}', '{"schema": 1}'])
 def test_damaged_line_is_named(tmp_path, damage):
-    summary = generate_dataset(tmp_path, **SMALL)
-    first, *_ = summary.annotations.read_text().splitlines()
-    summary.annotations.write_text(f"{first}\n{damage}\n")
-    with pytest.raises(UsageError, match=r"line 2 is not a part annotation"):
-        read_annotations(summary.annotations)
+    generate_dataset(tmp_path, **SMALL)
+    file = tmp_path / "parts.jsonl"
+    file.write_text(f"{file.read_text().splitlines()[0]}\n{damage}\n")
+    with pytest.raises(UsageError, match="line 2"):
+        read_annotations(file)
     with pytest.raises(UsageError, match="cannot read part annotations"):
         read_annotations(tmp_path / "nowhere")
 

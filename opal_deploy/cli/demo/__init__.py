@@ -10,8 +10,6 @@ import shlex
 import shutil
 import sys
 import time
-from collections import Counter
-from collections.abc import Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +22,6 @@ from opal_deploy.errors import UsageError, install_command, is_installed, requir
 
 if TYPE_CHECKING:
     from opal_deploy.artifact.metadata import Metadata
-    from opal_deploy.records.record import Answered
 
 MODEL, MARKER = "creatures.onnx", "demo.json"
 # Little training from random weights, which reached an accuracy of 95 % with seeds 0 to 7 (docs/tutorial.md); after 8
@@ -76,17 +73,11 @@ class _Demo:
     """A demo's folder, and the call that its commands run in."""
 
     def __init__(self, context: typer.Context, out: Path) -> None:
-        """Empty the folder of an earlier demo; raise UsageError if it holds something else, or cannot be written."""
+        """Empty the folder of an earlier demo; raise UsageError if it holds something else."""
         self.context, self.out, self.started = context, out, time.perf_counter()
-        try:
-            occupied = out.is_dir() and any(out.iterdir())
-        except OSError as error:
-            raise UsageError(f"{out}: cannot be read ({error.strerror or error}); choose another --out") from None
-        if occupied:
+        if out.is_dir() and any(out.iterdir()):
             if not (out / MARKER).is_file():
-                raise UsageError(
-                    f"{out}: it is not empty and holds no demo, so nothing there is removed; choose another --out"
-                )
+                raise UsageError(f"{out}: holds other files, so nothing there is removed; choose another --out")
             shutil.rmtree(out)
         self.save()
 
@@ -130,6 +121,18 @@ class _Demo:
         )  # fmt: skip
         return out
 
+    def report(self, accuracy: str, game: dict[str, Any] | None) -> None:
+        """Print how good answers and evidence are; raise UsageError if no answer was right, so without a game."""
+        if game is None:
+            raise UsageError("no test image was classified correctly, so there is no evidence; train longer (--epochs)")
+        part = game["distinguishing_part"]
+        print_message(
+            f"\nEvidence: {part['mean']:.0%} of the boxes lie on a part that tells the species from the others; by "
+            f"chance {part['random']:.0%}.\nAccuracy: {accuracy}"
+        )
+        seconds = time.perf_counter() - self.started
+        print_message(f"\nDone in {seconds:.0f} s. Open {self.out / 'explanations' / 'report.html'}.")
+
 
 def _show_whole_job(demo: _Demo, epochs: int, train_per_class: int, seed: int) -> None:
     """Train, evaluate, export, infer and verify, and print how good the evidence is."""
@@ -152,33 +155,13 @@ def _show_whole_job(demo: _Demo, epochs: int, train_per_class: int, seed: int) -
     explanations = demo.infer(data, model)
     # every record and its label, once more from the files
     demo.run("verify", explanations / "results.jsonl", "--model", model, "--all", "--device", "cpu")
-    _report_whole_job(demo, data, model, onnx_file.read_metadata(model).evaluation)
-
-
-def _report_whole_job(demo: _Demo, data: Path, model: Path, figures: dict[str, Any]) -> None:
-    """Print the demo's results and the next commands, and keep the figures in demo.json.
-
-    Raises:
-        UsageError: no image was classified correctly, so there is no evidence to speak of.
-    """
-    accuracy, pointing = figures["accuracy"], figures.get("pointing_game")
-    demo.save(test_accuracy=accuracy, pointing_game=pointing)
-    if pointing is None:
-        raise UsageError(
-            "no test image was classified correctly, so its evidence shows nothing; train longer (--epochs)"
-        )
-    part = pointing["distinguishing_part"]
-    print_message(
-        f"\nEvidence: {part['mean']:.0%} of the boxes lie on a part that tells the species from the others; by chance "
-        f"{part['random']:.0%}.\nAccuracy: {accuracy:.1%} of {figures['images']} test images."
-    )
-    print_message(
-        f"\nDone in {time.perf_counter() - demo.started:.0f} s. Open {demo.out / 'explanations' / 'report.html'}. "
-        "Then try, on these files:"
-    )
-    image = min((data / "test").glob("*/*"))
+    figures = onnx_file.read_metadata(model).evaluation
+    game = figures.get("pointing_game")
+    demo.save(test_accuracy=figures["accuracy"], pointing_game=game)
+    demo.report(f"{figures['accuracy']:.1%} of {figures['images']} test images.", game)
+    print_message("Then try, on these files:")
     for command in (
-        ("explain", image, "--model", model, "--out", demo.out / "sheet.png"),
+        ("explain", min((data / "test").glob("*/*")), "--model", model, "--out", demo.out / "sheet.png"),
         ("atlas", "--model", model, "--out", demo.out / "atlas.html"),
         ("evaluate", data, "--model", model, "--faithfulness"),
         ("export", model.with_suffix(".pt"), "--trt"),
@@ -202,58 +185,39 @@ def _show_quick(demo: _Demo, seed: int) -> None:
     explanations = demo.infer(data, model)
     images, sheets = sorted((data / "test").glob("*/0000.png"))[:_SHEETS], demo.out / "sheets"
     demo.run("explain", *images, "--model", model, "--labels", "folders", "--device", "cpu", "--out", sheets)
-    print_message()
-    _report_quick(demo, data, explanations / "results.jsonl", metadata)
-    print_message(f"\nDone in {time.perf_counter() - demo.started:.0f} s. Open:")
-    print_message(f"  {explanations / 'report.html'}  every image with the evidence for its answer")
-    print_message(f"  {sheets}  evidence sheets: the answer and the runner-up")
+    correct, total, game = _measure(explanations / "results.jsonl", data, metadata)
+    # every class has the same number of images
+    chance = 1 / metadata.num_classes
+    demo.save(accuracy=correct / total, chance=chance, pointing_game=game)
+    demo.report(f"{correct} of {total} images ({correct / total:.0%}); by chance {chance:.0%}.", game)
+    print_message(f"Evidence sheets, with the answer and the runner-up: {sheets}")
 
 
-def _report_quick(demo: _Demo, data: Path, results: Path, metadata: Metadata) -> None:
-    """Print how often answers and evidence are right, and how often they would be by chance."""
-    from opal_deploy.records.record import Answered
-    from opal_deploy.run.directory import read_records
-
-    records = [record for record in read_records(results) if isinstance(record, Answered)]
-    answers, labels = [record.prediction.label for record in records], [record.label for record in records]
-    correct = sum(answer == label for answer, label in zip(answers, labels, strict=True))
-    # how often answers and labels agree if answers are shuffled among the images
-    counts = Counter(answers)
-    chance = sum(counts[label or ""] for label in labels) / len(records) ** 2
-    shares = _find_shares(records, data, metadata)
-    hits, random = (sum(column) / max(len(shares), 1) for column in zip(*shares or [(0.0, 0.0)], strict=True))
-    demo.save(
-        accuracy=correct / len(records), chance=chance,
-        pointing_game={"distinguishing_part": {"mean": hits, "count": len(shares), "random": random}},
-    )  # fmt: skip
-    print_message(
-        f"Evidence: {hits:.0%} of the boxes lie on a part that tells the species from the others; by chance "
-        f"{random:.0%}"
-    )
-    print_message(
-        f"Accuracy: {correct} of {len(records)} images ({correct / len(records):.0%}); the same answers in random "
-        f"order: {chance:.0%}"
-    )
-
-
-def _find_shares(records: Sequence[Answered], data: Path, metadata: Metadata) -> list[tuple[float, float]]:
-    """Return, per correct prediction, the shares of its evidence and of random cells on distinguishing parts."""
+def _measure(results: Path, data: Path, metadata: Metadata) -> tuple[int, int, dict[str, Any] | None]:
+    """Return the numbers of correct answers and of answers, and the pointing game of the correct ones."""
     import numpy as np
 
     from opal_deploy.evaluation.inputs import annotate_creatures
     from opal_deploy.evaluation.pointing import count_hits
     from opal_deploy.preprocess.geometry import Geometry
+    from opal_deploy.records.record import Answered
+    from opal_deploy.run.directory import read_records
     from opal_deploy.synthetic import read_annotations
 
     creatures = read_annotations(data)
     images = annotate_creatures(creatures).images
     by_name = {data / creature.image: image for creature, image in zip(creatures, images, strict=True)}
+    records = [record for record in read_records(results) if isinstance(record, Answered)]
     shares = []
     for record in records:
         if record.prediction.label == record.label:
             corners = np.array([slot.box for slot in record.evidence])
-            geometry = Geometry.whole(record.width, record.height)
             centres = (corners[:, :2] + corners[:, 2:]) / 2
+            geometry = Geometry.whole(record.width, record.height)
             hits = count_hits(by_name[Path(record.image or "")], centres, geometry, metadata.cells)
             shares.append(hits.share(distinguishing=True))
-    return shares
+    if not shares:
+        return 0, len(records), None
+    mean, random = np.mean(shares, axis=0).tolist()
+    game = {"distinguishing_part": {"mean": mean, "count": len(shares), "random": random}}
+    return len(shares), len(records), game
