@@ -2,9 +2,11 @@
 
 import os
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import sync_playwright
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _NODE_MODULES = Path(__file__).parents[1] / ".ort-web/node_modules"
@@ -13,6 +15,19 @@ AXE = Path(os.environ.get("AXE_CORE") or _NODE_MODULES / "axe-core/axe.min.js")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 needs_ort_web = pytest.mark.skipif(not ORT_WEB.is_dir(), reason="no ONNX Runtime Web: `make ort-web`")
 needs_axe = pytest.mark.skipif(not AXE.is_file(), reason="no axe-core: `make ort-web`, or AXE_CORE=.../axe.min.js")
+
+
+@contextmanager
+def open_browser(*flags):
+    """Yield a browser; skip the test where none is installed."""
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-background-networking", *flags]
+        )
+        yield browser
+        browser.close()
 
 
 def find_violations(page):

@@ -44,12 +44,7 @@ class Emphasis(IntEnum):
 
 @dataclass(frozen=True)
 class SlotBox:
-    """A slot's box to draw.
-
-    Attributes:
-        box: (x0, y0, x1, y1) of the slot's cell, in pixels of the image.
-        emphasis: how strongly it is drawn.
-    """
+    """A slot's box to draw: (x0, y0, x1, y1) of its cell, in pixels of the image, and how strongly it is drawn."""
 
     slot: int
     box: Sequence[float]
@@ -145,12 +140,7 @@ class TaggedBox:
 
 @dataclass(frozen=True)
 class Tag:
-    """The slot numbers of one box.
-
-    Attributes:
-        slots: the numbers, side by side.
-        line: ends of the line to the box; None if the tag touches the box.
-    """
+    """The slot numbers of one box, side by side; `line` ties the tag to a box that it does not touch, else None."""
 
     slots: tuple[int, ...]
     place: Rectangle
@@ -194,21 +184,16 @@ def place_tags(
         min_letters: smallest font size.
     """
     tags: list[Tag] = []
+    letters, rectangles = max(min_letters, round(min(size) * _LETTERS)), [tagged.box for tagged in boxes]
     for tagged in sorted(boxes, key=lambda tagged: -tagged.emphasis):
-        if tag := _place_tag(tagged, size, casing, [other.box for other in boxes], tags, min_letters):
+        if tag := _place_tag(tagged, size, casing, letters, rectangles, tags):
             tags.append(tag)
     return tags
 
 
 def _place_tag(
-    tagged: TaggedBox,
-    size: tuple[int, int],
-    casing: int,
-    boxes: Sequence[Rectangle],
-    tags: Sequence[Tag],
-    min_letters: int,
+    tagged: TaggedBox, size: tuple[int, int], casing: int, letters: int, boxes: Sequence[Rectangle], tags: Sequence[Tag]
 ) -> Tag | None:
-    letters = max(min_letters, round(min(size) * _LETTERS))
     chip_width, chip_height = _chip_size(tagged.slots, letters)
     width, height = len(tagged.slots) * (chip_width + casing) + casing, chip_height + 2 * casing
     if width > size[0] or height > size[1]:

@@ -14,16 +14,7 @@ from xml.sax.saxutils import escape, quoteattr
 from PIL import Image, ImageDraw
 
 from opal_deploy.visualization.overlay import embed_jpeg
-from opal_deploy.visualization.style import (
-    INK,
-    PAPER,
-    RGB,
-    escape_unprintable,
-    font,
-    measure_text,
-    to_drawable,
-    to_hex,
-)
+from opal_deploy.visualization.style import INK, PAPER, RGB, escape_unprintable, font, measure_text, to_drawable, to_hex
 
 Anchor = Literal["start", "middle", "end"]
 # pixels of bitmaps, and of a PNG, per pixel of the layout, for the screens of phones
@@ -36,7 +27,7 @@ _SVG_FONTS = "Aileron, Helvetica, Arial, 'Liberation Sans', sans-serif"
 
 @dataclass(frozen=True)
 class Rect:
-    """A rectangle with an edge of `line` pixels inside it; None leaves out the fill or the edge."""
+    """A rectangle with an edge of one pixel inside it; None leaves out the fill or the edge."""
 
     x: int
     y: int
@@ -44,7 +35,6 @@ class Rect:
     height: int
     fill: RGB | None = None
     edge: RGB | None = None
-    line: int = 1
 
 
 @dataclass(frozen=True)
@@ -98,7 +88,7 @@ class Drawing:
             match shape:
                 case Rect() if shape.width > 0 and shape.height > 0:
                     corners = (x, y, x + shape.width * SCALE - 1, y + shape.height * SCALE - 1)
-                    draw.rectangle(corners, fill=shape.fill, outline=shape.edge, width=shape.line * SCALE)
+                    draw.rectangle(corners, fill=shape.fill, outline=shape.edge, width=SCALE)
                 case Text():
                     for left in (x, x + _BOLD_OFFSET * SCALE) if shape.bold else (x,):
                         anchor = _PILLOW_ANCHORS[shape.anchor]
@@ -122,11 +112,9 @@ class Drawing:
 def _to_element(shape: Shape) -> str:
     match shape:
         case Rect() if shape.width > 0 and shape.height > 0:
-            inset, edge = 0, ""
-            if shape.edge is not None:
-                # SVG strokes along the middle of the edge, ours lies inside the rectangle
-                inset = shape.line
-                edge = f' stroke="{to_hex(shape.edge)}" stroke-width="{shape.line}"'
+            # SVG strokes along the middle of the edge, ours lies inside the rectangle
+            inset = 0 if shape.edge is None else 1
+            edge = "" if shape.edge is None else f' stroke="{to_hex(shape.edge)}" stroke-width="1"'
             fill = "none" if shape.fill is None else to_hex(shape.fill)
             corner = f'x="{shape.x + inset / 2:g}" y="{shape.y + inset / 2:g}"'
             return f'<rect {corner} width="{shape.width - inset}" height="{shape.height - inset}" fill="{fill}"{edge}/>'

@@ -10,7 +10,7 @@ import base64
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,19 +18,10 @@ from PIL import Image, ImageDraw
 
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.preprocess.resize import display_size, to_display
-from opal_deploy.records.record import Answered, Failed, Record, describe_status
+from opal_deploy.records.record import Answer, Answered, Failed, Record, Slot, describe_status
 from opal_deploy.visualization.boxes import SlotBox, Tag, TaggedBox, draw_boxes, emphasize, group_boxes, place_tags
 from opal_deploy.visualization.sentences import adds_up, describe_answer, describe_weak, headline
-from opal_deploy.visualization.style import (
-    FAINT,
-    INK,
-    PAPER,
-    RGB,
-    font,
-    format_number,
-    to_drawable,
-    wrap_text,
-)
+from opal_deploy.visualization.style import FAINT, INK, PAPER, RGB, font, format_number, to_drawable, wrap_text
 
 # meanings of a bar's length
 COSINE = "contribution to the cosine"
@@ -53,49 +44,43 @@ _TINT, _FOR, _AGAINST = 0.55, (222, 45, 38), (40, 40, 40)
 _MIN_WIDTH_EM = 22
 
 
-@dataclass(frozen=True)
-class Bar:
-    """One slot's bar.
-
-    Attributes:
-        value: the contribution, or the score if there is no contribution.
-        start, stop: ends of the bar as shares of the full bar; 0 <= start <= stop <= 1.
-    """
+class Bar(NamedTuple):
+    """A slot's bar: its value, and the bar's ends as shares of the full bar; 0 <= start <= stop <= 1."""
 
     slot: int
     value: float
-    score: float
     start: float
     stop: float
 
 
 def build_bars(record: Answered) -> tuple[str, list[Bar]]:
-    """Return the meaning of the bars of a record's evidence, one of MEANINGS, and a bar per slot.
-
-    All bars of a record share one scale. For contributions to the cosine a full bar is at least 1/m: if all bars are
-    full, the cosine is 1. For scores it is 1. Bars of negative values point left from a common zero.
-    """
-    known = [slot.contribution for slot in record.evidence if slot.contribution is not None]
-    if len(known) < len(record.evidence) or not record.evidence:
-        meaning, values, full = SCORE, [slot.score for slot in record.evidence], 1.0
+    """Return the meaning of the bars of a record's evidence, one of MEANINGS, and a bar per slot; see `bar_ends`."""
+    slots = record.evidence
+    if record.rest is not None:
+        meaning = LOGIT
+    elif not slots or any(slot.contribution is None for slot in slots):
+        meaning = SCORE
     else:
-        is_cosine = adds_up(record.evidence, record.prediction.cosine)
-        meaning, values, full = (COSINE, known, 1.0 / len(known)) if is_cosine else (DISTANCE, known, 0.0)
-        if record.rest is not None:
-            meaning = LOGIT
-    ends = bar_ends(values, full)
-    return meaning, [
-        Bar(slot.slot, value, slot.score, *end) for slot, value, end in zip(record.evidence, values, ends, strict=True)
-    ]
+        meaning = COSINE if adds_up(slots, record.prediction.cosine) else DISTANCE
+    values = [bar_value(slot) for slot in slots]
+    ends = bar_ends(values, meaning, len(slots))
+    return meaning, [Bar(slot.slot, value, *end) for slot, value, end in zip(slots, values, ends, strict=True)]
 
 
-def bar_ends(values: Sequence[float], full: float) -> list[tuple[float, float]]:
-    """Return the ends of bars on one scale, as shares of the full bar, which stands for at least `full`.
+def bar_value(slot: Slot) -> float:
+    """Return what a slot's bar shows: its contribution, or its score where there is none."""
+    return slot.score if slot.contribution is None else slot.contribution
 
-    Bars of negative values point left from a common zero; values that are not finite have no bar.
+
+def bar_ends(values: Sequence[float], meaning: str, slots: int) -> list[tuple[float, float]]:
+    """Return the ends of bars on one scale, as shares of the full bar.
+
+    For contributions to the cosine a full bar is at least 1/slots: if all bars are full, the cosine is 1. For scores it
+    is 1. Bars of negative values point left from a common zero; values that are not finite have no bar.
     """
+    full = {COSINE: 1 / max(slots, 1), SCORE: 1.0}.get(meaning, 0.0)
     finite = [value if math.isfinite(value) else 0.0 for value in values]
-    high, low = max([full, 0.0, *finite]), min([0.0, *finite])
+    high, low = max([full, *finite]), min([0.0, *finite])
     span = (high - low) or 1.0
     return [((min(0.0, value) - low) / span, (max(0.0, value) - low) / span) for value in finite]
 
@@ -146,11 +131,16 @@ def draw_overlay(image: Image.Image, record: Record) -> Image.Image:
     photograph = show_photograph(image, record)
     width, height = photograph.size
     size = _font_size(width, height)
-    caption = _Caption(record, max(width, _MIN_WIDTH_EM * size), size)
+    width = max(width, _MIN_WIDTH_EM * size)
+    caption = _lay_out_caption(record, width - 2 * size, size)
     draw_evidence(photograph, record)
-    canvas = Image.new("RGB", (caption.width, height + caption.height), PAPER)
+    below = 2 * size + sum(round(font_size * 1.4) for _, font_size, _ in caption)
+    canvas = Image.new("RGB", (width, height + below), PAPER)
     canvas.paste(photograph, (0, 0))
-    caption.draw(ImageDraw.Draw(canvas), height)
+    draw, y = ImageDraw.Draw(canvas), height + size
+    for text, font_size, color in caption:
+        draw.text((size, y), to_drawable(text), color, font(font_size))
+        y += round(font_size * 1.4)
     return canvas
 
 
@@ -183,11 +173,7 @@ def show_photograph(image: Image.Image, record: Answered) -> Image.Image:
 
 
 def check_display(image: Image.Image, size: tuple[int, int]) -> None:
-    """Check that an image has the (width, height) of its record, or of the record's `to_display`.
-
-    Raises:
-        ValueError: it has neither.
-    """
+    """Raise ValueError unless an image has the (width, height) of its record, or of the record's `to_display`."""
     if image.size != size and (0 in size or image.size != display_size(*size)):
         raise ValueError(f"the image is {image.size} pixels but its record says {size}")
 
@@ -195,20 +181,19 @@ def check_display(image: Image.Image, size: tuple[int, int]) -> None:
 def draw_evidence(photograph: Image.Image, record: Answered) -> None:
     """Draw the boxes of a record's slots on its photograph of any size."""
     scale = photograph.width / record.width, photograph.height / record.height
-    draw_boxes(photograph, place_boxes(record), scale)
+    draw_boxes(photograph, place_boxes(record.evidence, build_bars(record)[0]), scale)
 
 
-def place_boxes(record: Answered) -> list[SlotBox]:
-    """Return the boxes of a record's slots, with their emphasis if the contributions add up to the cosine."""
-    meaning, bars = build_bars(record)
-    emphases = emphasize([bar.value if meaning == COSINE else None for bar in bars])
-    return [SlotBox(slot.slot, slot.box, emphasis) for slot, emphasis in zip(record.evidence, emphases, strict=True)]
+def place_boxes(slots: Sequence[Slot], meaning: str) -> list[SlotBox]:
+    """Return the boxes of slots, with their emphasis if the contributions add up to the cosine."""
+    emphases = emphasize([slot.contribution if meaning == COSINE else None for slot in slots])
+    return [SlotBox(slot.slot, slot.box, emphasis) for slot, emphasis in zip(slots, emphases, strict=True)]
 
 
 def arrange_boxes(record: Answered) -> list[tuple[TaggedBox, Tag | None]]:
     """Return the boxes of a record with their tags for a page, in pixels of the image."""
     size = record.width, record.height
-    boxes = group_boxes(place_boxes(record), (1, 1), size)
+    boxes = group_boxes(place_boxes(record.evidence, build_bars(record)[0]), (1, 1), size)
     letters = max(1, round(max(size) * _PAGE_LETTERS))
     tags = {tag.slots: tag for tag in place_tags(boxes, size, max(1, letters // 12), letters)}
     return [(box, tags.get(box.slots)) for box in boxes]
@@ -216,8 +201,10 @@ def arrange_boxes(record: Answered) -> list[tuple[TaggedBox, Tag | None]]:
 
 def describe_boxes(slots: Sequence[int], parts: Sequence[float]) -> str:
     """Return how boxes differ by their slots' contributions to the cosine; empty for a single slot."""
+    if len(slots) < 2:
+        return ""
     weak = describe_weak(slots, parts)
-    return "" if len(slots) < 2 else f"Thick: the strongest slot.{f' Faint: {weak}.' if weak else ''}"
+    return f"Thick: the strongest slot.{f' Faint: {weak}.' if weak else ''}"
 
 
 def encode_jpeg(overlay: Image.Image, quality: int = 90) -> bytes:
@@ -237,11 +224,7 @@ def embed_jpeg(image: Image.Image) -> str:
 
 
 def crop_box(image: Image.Image, box: Sequence[float], size: tuple[int, int]) -> Image.Image:
-    """Return the pixels (at least one) of a box.
-
-    Args:
-        box: (x0, y0, x1, y1) in pixels of the whole image, x1 and y1 exclusive.
-    """
+    """Return the pixels (at least one) of a box (x0, y0, x1, y1) in pixels of the whole image, of `size`."""
     x0, y0, x1, y1 = (round(value * image.size[axis % 2] / size[axis % 2]) for axis, value in enumerate(box))
     left, top = min(max(x0, 0), image.width - 1), min(max(y0, 0), image.height - 1)
     right, bottom = min(max(x1, left + 1), image.width), min(max(y1, top + 1), image.height)
@@ -262,44 +245,28 @@ def cut_patch(image: Image.Image, box: Box, reach: float, size: tuple[int, int])
     return crop_box(image, (left, top, right, bottom), size), place
 
 
-def format_facts(record: Answered) -> str:
-    """Return class, cosine and margin in one line, or the logit if the model has no cosine."""
-    prediction = record.prediction
-    name = f"class {prediction.class_id}"
-    logit = f"{name}, logit {format_number(prediction.logit)}"
-    if prediction.cosine is None and record.margin is None:
-        return logit
-    margin = format_number(record.margin).replace("–", "-")
-    match = logit if prediction.cosine is None else f"{name}, cosine {format_number(prediction.cosine)}"
-    return f"{match}, margin {margin}"
+def describe_match(answer: Answer) -> str:
+    """Return an answer's cosine in words, or its logit if the model has no cosine."""
+    cosine = answer.cosine
+    return f"logit {format_number(answer.logit)}" if cosine is None else f"cosine {format_number(cosine)}"
 
 
-class _Caption:
-    """The caption of a record with a prediction: label, status, sentences and figures."""
-
-    def __init__(self, record: Answered, width: int, size: int) -> None:
-        small, large, inner = max(12, round(size * 0.8)), round(size * 1.35), width - 2 * size
-        meaning, bars = build_bars(record)
-        title, below = headline(
-            record.status, to_drawable(record.prediction.label) or f"class {record.prediction.class_id}"
-        )
-        note = "" if bars else NO_EVIDENCE
-        if meaning == COSINE:
-            note = describe_boxes([bar.slot for bar in bars], [bar.value for bar in bars])
-        # (text, font size, colour), from the top
-        self._lines: list[tuple[str, int, RGB]] = []
-        for text, font_size, color, lines in (
-            (title, large, INK, 2), (below, size, INK, 2), (describe_status(record), size, INK, 4),
-            (" ".join(describe_answer(record)), size, INK, 6), (format_facts(record), small, FAINT, 4),
-            (note, small, FAINT, 4),
-        ):  # fmt: skip
-            self._lines += [(line, font_size, color) for line in wrap_text(text, font_size, inner, lines)]
-        self.width, self._margin = width, size
-        self.height = 2 * size + sum(round(font_size * 1.4) for _, font_size, _ in self._lines)
-
-    def draw(self, draw: ImageDraw.ImageDraw, y: int) -> None:
-        """Draw the caption below `y`."""
-        y += self._margin
-        for text, font_size, color in self._lines:
-            draw.text((self._margin, y), to_drawable(text), color, font(font_size))
-            y += round(font_size * 1.4)
+def _lay_out_caption(record: Answered, width: int, size: int) -> list[tuple[str, int, RGB]]:
+    """Return the lines of a record's caption from the top, as text, font size and colour."""
+    answer, small = record.prediction, max(12, round(size * 0.8))
+    meaning, bars = build_bars(record)
+    title, below = headline(record.status, to_drawable(answer.label) or f"class {answer.class_id}")
+    facts = [f"class {answer.class_id}", describe_match(answer)]
+    if record.margin is not None:
+        facts.append(f"margin {format_number(record.margin)}")
+    note = "" if bars else NO_EVIDENCE
+    if meaning == COSINE:
+        note = describe_boxes([bar.slot for bar in bars], [bar.value for bar in bars])
+    caption: list[tuple[str, int, RGB]] = []
+    for text, font_size, color, lines in (
+        (title, round(size * 1.35), INK, 2), (below, size, INK, 2), (describe_status(record), size, INK, 4),
+        (" ".join(describe_answer(record)), size, INK, 6), (", ".join(facts), small, FAINT, 4),
+        (note, small, FAINT, 4),
+    ):  # fmt: skip
+        caption += [(line, font_size, color) for line in wrap_text(text, font_size, width, lines)]
+    return caption

@@ -18,9 +18,20 @@ from opal_deploy.artifact.patches import Patch
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.names import hide_folders
 from opal_deploy.records.record import Answer, Answered, Slot, describe_status
-from opal_deploy.visualization.boxes import SlotBox, draw_boxes, emphasize
+from opal_deploy.visualization.boxes import draw_boxes
 from opal_deploy.visualization.drawing import SCALE, Anchor, Bitmap, Drawing, Rect, Text
-from opal_deploy.visualization.overlay import COSINE, DISTANCE, LOGIT, bar_ends, build_bars, check_display, cut_patch
+from opal_deploy.visualization.overlay import (
+    COSINE,
+    DISTANCE,
+    LOGIT,
+    bar_ends,
+    bar_value,
+    build_bars,
+    check_display,
+    cut_patch,
+    describe_match,
+    place_boxes,
+)
 from opal_deploy.visualization.sentences import describe_answer, headline
 from opal_deploy.visualization.style import (
     ALERT,
@@ -150,7 +161,7 @@ class _Sheet:
         record, top = self.record, self.y
         _, height = self._photograph(record.evidence, _PHOTOGRAPH, _MARGIN, top, record.prediction.label)
         below = top + height + 18
-        facts = [_describe_match(record.prediction)]
+        facts = [describe_match(record.prediction)]
         if record.margin is not None:
             facts.append(f"margin {format_number(record.margin)}")
         if (probability := record.prediction.calibrated_probability) is not None:
@@ -165,8 +176,8 @@ class _Sheet:
         self._text(self.width - _MARGIN, top + 10, _HEADINGS.get(self.meaning, self.meaning), _SMALL, FAINT, "end")
         y = top + 20
         patches = {slot.slot: found for slot, found in zip(record.evidence, self.patches, strict=True)}
-        values = [_value(slot) for slot in record.evidence]
-        ends = dict(zip((slot.slot for slot in record.evidence), bar_ends(values, self._full()), strict=True))
+        values = [bar_value(slot) for slot in record.evidence]
+        ends = self._bar_ends(record.evidence)
         for slot in rank_slots(record.evidence, self.meaning):
             self._row(slot, patches[slot.slot], ends[slot.slot], y)
             y += _ROW
@@ -181,32 +192,30 @@ class _Sheet:
         self._rect(_MARGIN, self.y, self.width - 2 * _MARGIN, 1, _RULE)
         self.y += 12
         name = answer.label.strip() or f"class {answer.class_id}"
-        self._lines(f"Runner-up: {name}, {_describe_match(answer)}", _HEAD)
+        self._lines(f"Runner-up: {name}, {describe_match(answer)}", _HEAD)
         self.y += 6
         top = self.y
         width, height = self._photograph(slots, _SMALLER, _MARGIN, top, answer.label)
         x, y = _MARGIN + width + 24, top
-        values = [_value(slot) for slot in self.record.evidence] + [_value(slot) for slot in slots]
-        ends = dict(zip((s.slot for s in slots), bar_ends(values, self._full())[-len(slots) :], strict=True))
+        ends = self._bar_ends([*self.record.evidence, *slots])
         for slot in rank_slots(slots, self.meaning):
             self._chip(slot.slot, x, y)
             self._bar(slot, ends[slot.slot], x + _CHIP, y + 4, 2 * _BAR)
-            self._text(x + _CHIP + 2 * _BAR + 62, y + 18, format_number(_value(slot)), _BODY, anchor="end")
+            self._text(x + _CHIP + 2 * _BAR + 62, y + 18, format_number(bar_value(slot)), _BODY, anchor="end")
             y += 30
         self.y = max(top + height, y) + 10
 
-    def _full(self) -> float:
-        """Return what the longest bar stands for at least: if all bars of contributions are full, the cosine is 1."""
-        return {COSINE: 1 / max(len(self.record.evidence), 1), DISTANCE: 0.0, LOGIT: 0.0}.get(self.meaning, 1.0)
+    def _bar_ends(self, slots: Sequence[Slot]) -> dict[int, tuple[float, float]]:
+        """Return the ends of the bars of slots by number; of two with one number, the last one's."""
+        ends = bar_ends([bar_value(slot) for slot in slots], self.meaning, len(self.record.evidence))
+        return dict(zip((slot.slot for slot in slots), ends, strict=True))
 
     def _photograph(
         self, slots: Sequence[Slot], bounds: tuple[int, int], x: int, y: int, label: str
     ) -> tuple[int, int]:
         """Add the photograph with the boxes of some slots; return its width and height."""
         drawn = _fit(self.photograph, bounds)
-        ordered = sorted(slots, key=lambda slot: slot.slot)
-        emphases = emphasize([slot.contribution if self.meaning == COSINE else None for slot in ordered])
-        boxes = [SlotBox(slot.slot, slot.box, emphasis) for slot, emphasis in zip(ordered, emphases, strict=True)]
+        boxes = place_boxes(sorted(slots, key=lambda slot: slot.slot), self.meaning)
         draw_boxes(drawn, boxes, (drawn.width / self.size[0], drawn.height / self.size[1]), min_letters=SCALE * _SMALL)
         size = self._bitmap(x, y, drawn, f"the image with the evidence boxes for {label}")
         x0, y0, x1, y1 = (round(side * size[i % 2] / self.size[i % 2]) for i, side in enumerate(self.crop))
@@ -226,7 +235,7 @@ class _Sheet:
             alt = f"slot {slot.slot}: in {patch.image}, a training image"
             self._patch(image, patch.cell, slot.slot, x + number * (_PATCH + 8), y, alt)
         bar = self.width - _MARGIN - _BAR
-        self._text(bar + _BAR, y + 34, format_number(_value(slot)), _HEAD, anchor="end")
+        self._text(bar + _BAR, y + 34, format_number(bar_value(slot)), _HEAD, anchor="end")
         self._bar(slot, ends, bar, y + 42, _BAR)
         self._text(bar, y + 76, fit_line(slot.name or "", _SMALL, _BAR), _SMALL, FAINT)
 
@@ -277,15 +286,6 @@ class _Sheet:
 
 
 _HEADINGS: Final = {COSINE: "adds to the cosine", DISTANCE: "share of the distance", LOGIT: "adds to the logit"}
-
-
-def _value(slot: Slot) -> float:
-    return slot.score if slot.contribution is None else slot.contribution
-
-
-def _describe_match(answer: Answer) -> str:
-    cosine = answer.cosine
-    return f"logit {format_number(answer.logit)}" if cosine is None else f"cosine {format_number(cosine)}"
 
 
 def _fit(image: Image.Image, bounds: tuple[int, int]) -> Image.Image:

@@ -6,9 +6,9 @@ repeat. Text from outside (labels, file names, messages) is made printable here,
 
 from __future__ import annotations
 
+import bisect
 import threading
 import unicodedata
-from collections.abc import Callable
 from functools import lru_cache
 from typing import cast
 
@@ -53,8 +53,6 @@ _JOINERS = "\u200c\u200d"  # unprintable to Python, but part of Persian and Indi
 # characters read of a text from outside before it is wrapped or truncated
 _MAX_CHARACTERS = 2000
 
-_local = threading.local()
-
 
 def slot_color(slot: int) -> RGB:
     """Return the colour of a slot (0, 1, ...)."""
@@ -64,16 +62,12 @@ def slot_color(slot: int) -> RGB:
 @lru_cache(maxsize=1024)
 def text_color(background: RGB) -> RGB:
     """Return white or black, whichever contrasts more with `background` (at least 4.5:1, WCAG AA)."""
-    return WHITE if contrast_ratio(WHITE, background) > contrast_ratio(BLACK, background) else BLACK
+    # at this luminance both have a contrast ratio of 4.58
+    return WHITE if luminance(background) < 0.179 else BLACK
 
 
-def contrast_ratio(a: RGB, b: RGB) -> float:
-    """Return the WCAG 2 contrast ratio of two colours, from 1 to 21."""
-    low, high = sorted((_luminance(a), _luminance(b)))
-    return (high + 0.05) / (low + 0.05)
-
-
-def _luminance(color: RGB) -> float:
+def luminance(color: RGB) -> float:
+    """Return the relative luminance of a colour, 0 ... 1, by WCAG 2."""
     linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in (c / 255 for c in color)]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
@@ -98,12 +92,12 @@ def count_of(number: int, singular: str, plural: str = "") -> str:
 
 def font(size: float) -> ImageFont.FreeTypeFont:
     """Return Pillow's built-in font at `size` pixels: one object per thread, since FreeType faces are not shareable."""
-    fonts: dict[float, ImageFont.FreeTypeFont] | None = getattr(_local, "fonts", None)
-    if fonts is None or len(fonts) > 64:
-        fonts = _local.fonts = {}
-    if size not in fonts:
-        fonts[size] = cast(ImageFont.FreeTypeFont, ImageFont.load_default(size))
-    return fonts[size]
+    return _load_font(size, threading.get_ident())
+
+
+@lru_cache(maxsize=256)
+def _load_font(size: float, thread: int) -> ImageFont.FreeTypeFont:
+    return cast(ImageFont.FreeTypeFont, ImageFont.load_default(size))
 
 
 def measure_text(text: str, size: int) -> float:
@@ -161,17 +155,13 @@ def wrap_text(text: str, size: int, width: float, lines: int = 1) -> list[str]:
     """Return text broken at spaces into at most `lines` lines of `width` pixels; an ellipsis replaces the rest."""
     rest = " ".join(escape_unprintable(text[:_MAX_CHARACTERS]).split())
     out: list[str] = []
-
-    def measure(part: str) -> float:
-        return measure_text(part, size)
-
     while rest and len(out) < lines:
-        if measure(rest) <= width:
+        if measure_text(rest, size) <= width:
             return [*out, rest]
         if len(out) == lines - 1:
-            count = _count_fitting(rest, width - measure("..."), measure)
+            count = _count_fitting(rest, size, width - measure_text("...", size))
             return [*out, rest[:count].rstrip() + "…"]
-        count = _count_fitting(rest, width, measure)
+        count = _count_fitting(rest, size, width)
         space = rest.rfind(" ", 1, count + 1)
         cut = space if space > 0 else max(count, 1)
         out.append(rest[:cut])
@@ -184,9 +174,7 @@ def fit_line(text: str, size: int, width: float) -> str:
     return "".join(wrap_text(text, size, width))
 
 
-def _count_fitting(text: str, width: float, measure: Callable[[str], float]) -> int:
-    low, high = 0, len(text)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if measure(text[:middle]) <= width else (low, middle - 1)
-    return low
+def _count_fitting(text: str, size: int, width: float) -> int:
+    """Return how many letters of a text fit into a width."""
+    too_many = bisect.bisect_right(range(len(text) + 1), width, key=lambda count: measure_text(text[:count], size))
+    return max(too_many - 1, 0)

@@ -28,11 +28,6 @@ def test_the_strongest_slots_line_is_twice_as_wide_and_a_weak_slots_is_faint(mak
     assert (weak, middle, strong) == (0, 1, 2)
 
 
-@pytest.mark.parametrize("distance", ["linf", "kl", "l1"])
-def test_where_contributions_do_not_add_up_to_the_cosine_all_lines_are_equal(make_record, distance):
-    assert line_widths(make_record(SIZE, CELLS, [0.02, 0.9, 0.45], distance=distance)) == [1, 1, 1]
-
-
 @pytest.mark.parametrize(
     ("parts", "emphases"),
     [

@@ -40,7 +40,7 @@ def test_boxes_have_their_slots_colours_at_their_coordinates(make_record):
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 1000), (1000, 1), (13, 169)], ids=str)
 def test_odd_sizes_do_not_raise(make_record, size):
-    for slots in (1, 2, 10, 40):
+    for slots in (1, 40):
         cells = [(i * 7 % 5, i * 3 % 5) for i in range(slots)]
         overlay = draw_overlay(photograph(size), make_record(size, cells))
         assert min(np.subtract(overlay.size, photograph_size(*size))) >= 0

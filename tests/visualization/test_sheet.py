@@ -2,7 +2,6 @@ import base64
 import io
 import itertools
 import xml.etree.ElementTree as ET
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.build import ImageInfo, build_records, class_evidence
 from opal_deploy.records.decision import Decision
-from opal_deploy.visualization.drawing import SCALE, Bitmap, Drawing, Rect, Text
+from opal_deploy.visualization.drawing import SCALE, Bitmap, Rect, Text
 from opal_deploy.visualization.overlay import crop_box
 from opal_deploy.visualization.sheet import draw_sheet
 from opal_deploy.visualization.style import measure_text, slot_color
@@ -156,20 +155,9 @@ def test_the_svg_is_well_formed_whatever_things_are_called(name):
             assert Image.open(io.BytesIO(base64.b64decode(data))).format == "JPEG"
 
 
-def test_an_image_of_another_size_is_refused():
-    record, _ = draw()
-    metadata = replace(Metadata(("a",), 5, {}, "exact", "resnet18", GRID, (224, 224)))
-    with pytest.raises(ValueError, match="its record says"):
-        draw_sheet(photograph((10, 10)), record, None, metadata)
-
-
 def test_a_patch_stays_in_the_image_and_is_at_least_a_pixel():
     image = photograph((70, 70))
     assert crop_box(image, (60.0, 60.0, 70.4, 70.4), image.size).size == (10, 10)
     assert crop_box(image, (69.9, 69.9, 70.0, 70.0), image.size).size == (1, 1)
     # of an image twice as large
     assert crop_box(image, (120.0, 120.0, 140.0, 130.0), (140, 140)).size == (10, 5)
-
-
-def test_an_empty_text_is_no_element():
-    assert b"<text" not in Drawing(10, 10, [Text(1, 9, "", 8), Rect(0, 0, 0, 5)]).encode("svg")

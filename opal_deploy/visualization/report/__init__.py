@@ -5,13 +5,7 @@ filters and sorts the cards in the browser.
 """
 
 from opal_deploy.visualization.report.cards import Thumbnail, make_thumbnail
-from opal_deploy.visualization.report.writer import (
-    EMBED_LIMIT,
-    Fact,
-    ReportOptions,
-    ReportWriter,
-    choose_image_mode,
-)
+from opal_deploy.visualization.report.writer import EMBED_LIMIT, Fact, ReportOptions, ReportWriter, choose_image_mode
 
 __all__ = [
     "EMBED_LIMIT", "Fact", "ReportOptions", "ReportWriter", "Thumbnail", "choose_image_mode", "make_thumbnail",

@@ -14,14 +14,8 @@ from PIL import Image
 
 from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.datasets.samples import describe_never_predicted
-from opal_deploy.records.record import STATUSES, Answer, Failed, Record, Slot, describe_status
-from opal_deploy.visualization.overlay import (
-    MEANINGS,
-    NO_EVIDENCE,
-    build_bars,
-    overlay_width,
-    photograph_size,
-)
+from opal_deploy.records.record import STATUSES, Answer, Answered, Failed, Record, Slot, describe_status
+from opal_deploy.visualization.overlay import MEANINGS, NO_EVIDENCE, build_bars, overlay_width, photograph_size
 from opal_deploy.visualization.pages import load_templates
 from opal_deploy.visualization.style import escape_unprintable
 
@@ -112,14 +106,11 @@ def _match(answer: Answer) -> float | None:
     return _round(answer.logit if answer.cosine is None else answer.cosine)
 
 
-def _place_fields(evidence: Sequence[Slot], effective: EffectiveField) -> list[tuple[int, int, int, int, int]]:
+def _place_fields(evidence: Sequence[Slot], effective: EffectiveField) -> list[tuple[int, ...]]:
     """Return (x0, y0, x1, y1, slot) of the effective receptive field of each different cell."""
     by_cell = {slot.cell: slot for slot in reversed(evidence)}
-    rectangles = []
-    for slot in sorted(by_cell.values(), key=lambda slot: slot.slot):
-        x0, y0, x1, y1 = map(round, effective.surround(slot.cell, slot.box))
-        rectangles.append((x0, y0, x1, y1, slot.slot))
-    return rectangles
+    slots = sorted(by_cell.values(), key=lambda slot: slot.slot)
+    return [(*map(round, effective.surround(slot.cell, slot.box)), slot.slot) for slot in slots]
 
 
 def _round(value: float | None) -> float | None:
@@ -130,14 +121,12 @@ class Thumbnail(bytes):
     """A JPEG made by `make_thumbnail` of a photograph without boxes, ready to be embedded in a card."""
 
 
-def make_thumbnail(overlay: bytes | Image.Image, record: Record) -> Thumbnail:
+def make_thumbnail(overlay: bytes | Image.Image, record: Answered) -> Thumbnail:
     """Return a photograph, or an overlay without its caption, as JPEG of about 480 x 640 pixels at most."""
     image = Image.open(io.BytesIO(overlay)) if isinstance(overlay, bytes) else overlay
-    whole = image.size
-    width, height = whole if isinstance(record, Failed) else photograph_size(record.width, record.height)
-    share = min(1.0, THUMBNAIL_WIDTH / width, THUMBNAIL_HEIGHT / height)
-    if share > _SMALL_ENOUGH:
-        share = 1.0
+    whole, (width, height) = image.size, photograph_size(record.width, record.height)
+    share = min(THUMBNAIL_WIDTH / width, THUMBNAIL_HEIGHT / height)
+    share = 1.0 if share > _SMALL_ENOUGH else share
     if isinstance(overlay, bytes):
         # the decoder halves large images by itself, which is fast
         image.draft("RGB", (round(whole[0] * share), round(whole[1] * share)))
@@ -165,10 +154,8 @@ class Confusion:
     """Labels against predicted classes.
 
     Attributes:
-        labelled: number of answered images whose label the model knows.
-        correct: number of these whose predicted class is the label.
-        answered, answered_correct: number of labelled images that were not refused (abstained or unknown), and of
-            correct ones among them.
+        labelled, correct: number of answered images whose label the model knows, and of correct ones among them.
+        answered, answered_correct: the same of images that were not refused (abstained or unknown).
         unknown: number of answered images whose label the model does not know.
         never: a line on classes with images that are never predicted; empty if there is none.
         columns: the predicted classes; empty if the matrix would be too large.
@@ -263,8 +250,7 @@ class Tables:
         # a class that is never predicted has a column too
         absent = () if names is None else known_labels
         columns = sorted({*(predicted for _, predicted in self.pairs), *absent})
-        if len({*columns, *per_label}) > MATRIX_LIMIT:
-            columns = []
+        columns = columns if len({*columns, *per_label}) <= MATRIX_LIMIT else []
         wrong = sorted(((n, pair) for pair, n in self.pairs.items() if pair[0] != pair[1]), key=lambda i: (-i[0], i[1]))
         labelled, predicted_names = sum(known_labels.values()), {name for _, name in self.classes}
         never = "" if names is None else describe_never_predicted(Counter(known_labels), predicted_names)

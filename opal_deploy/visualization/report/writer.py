@@ -21,7 +21,7 @@ from PIL import Image
 
 from opal_deploy.artifact.measurements import EffectiveField
 from opal_deploy.artifact.patches import Patches
-from opal_deploy.records.record import Answered, Failed, Record
+from opal_deploy.records.record import Failed, Record
 from opal_deploy.visualization.overlay import MEANINGS, NO_EVIDENCE
 from opal_deploy.visualization.pages import json_script, read_asset, read_evidence_script, render_page, to_json
 from opal_deploy.visualization.report.cards import Tables, Thumbnail, describe_card, index_row, make_thumbnail
@@ -47,12 +47,10 @@ class ReportOptions:
     """The content of report.html.
 
     Attributes:
-        facts: (name, value) pairs about the run, below the head of the page.
-        evidence: (name, value) pairs of what was measured of the model's evidence.
+        facts, evidence: (name, value) pairs about the run, and of what was measured of the model's evidence.
         patches: the model's patches of training images, shown next to what a slot found; None where there are none.
         reach: how far patches reach around a box, in cells.
         field: the model's effective receptive field, shown around cells on demand; None if it is unknown.
-        title: the page's title.
         class_names: the labels that the model knows, for the accuracy; None: all.
     """
 
@@ -87,12 +85,7 @@ class ReportWriter:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        options: ReportOptions,
-        *,
-        image_mode: ImageMode = "embed",
-        folder: str = "",
+        self, path: str | os.PathLike[str], options: ReportOptions, *, image_mode: ImageMode = "embed", folder: str = ""
     ) -> None:
         self._path, self._options, self._image_mode, self._folder = Path(path), options, image_mode, folder
         self._tables = Tables(REPORT_LIMIT, options.class_names)
@@ -138,8 +131,7 @@ class ReportWriter:
             record = replace(record, image=record.image.removeprefix(self._folder))
         number = self._tables.statuses.total()
         self._tables.count(record)
-        failed = isinstance(record, Failed)
-        if (self._failed_cards if failed else self._cards) >= self._tables.limit:
+        if (self._failed_cards if isinstance(record, Failed) else self._cards) >= self._tables.limit:
             return
         drawn = not isinstance(overlay, Thumbnail) or self._image_mode == "files"
         details = describe_card(record, self._label_index, self._options.field, drawn=drawn)
@@ -147,11 +139,11 @@ class ReportWriter:
         self._block.append(details)
         if len(self._block) == _BLOCK:
             self._write_block()
-        if failed:
+        if isinstance(record, Failed):
             self._failed_cards += 1
             return
         self._cards += 1
-        answer = cast(Answered, record).prediction
+        answer = record.prediction
         self._classes[self._label_index(answer.label)] = answer.class_id
         if details["slots"]:
             self._meanings.add(MEANINGS[details["meaning"]])

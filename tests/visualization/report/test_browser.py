@@ -185,15 +185,6 @@ def test_an_address_leads_to_one_image_or_says_that_there_is_none(open_page, rep
         assert page.problems == []
 
 
-@pytest.mark.slow
-def test_an_open_image_leads_to_its_overlay(open_page, write_report, make_record):
-    overlays = ("overlays/000000-a.jpg", "../../secret.png")
-    path = write_report([replace(make_record(SIZE), overlay=overlay) for overlay in overlays])
-    for number, expected in enumerate(([overlays[0]], [])):
-        links = open_page(path, f"#i={number}").locator("dialog[open] a")
-        assert links.evaluate_all("links => links.map(a => a.getAttribute('href'))") == expected
-
-
 @pytest.mark.parametrize("image_mode", ["embed", "files"])
 def test_no_hostile_text_is_executed(open_page, write_report, make_record, image_mode):
     entries = []

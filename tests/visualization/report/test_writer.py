@@ -1,4 +1,3 @@
-import base64
 import io
 import json
 import re
@@ -115,20 +114,6 @@ def test_cards_wait_on_disk_not_in_memory(tmp_path, make_record):
         entries = ((replace(record, margin=i / 1000), thumbnail) for i in range(100))
         assert measure_growth(report, entries) < 400_000
     assert (tmp_path / "report.html").stat().st_size > 100 * 50_000
-
-
-def test_each_image_is_in_the_file_once(write, make_record):
-    def entry(i):
-        record = make_record((60, 40))
-        return record, make_thumbnail(Image.new("RGB", (60, 40), (2 * i, 255 - 2 * i, i)), record)
-
-    page = write(map(entry, range(60)))
-    kept = dict(re.findall(r'<script type="text/plain" id="p(\d+)">([^<]+)</script>', page))
-    assert len({*kept.values()}) == 60
-    for number, encoded in kept.items():
-        red, _, blue = Image.open(io.BytesIO(base64.b64decode(encoded))).getpixel((5, 5))
-        assert abs(red - 2 * int(number)) < 6
-        assert abs(blue - int(number)) < 6
 
 
 def test_a_page_shows_drawings_of_the_runs_folder_and_nothing_else(write, make_record):
