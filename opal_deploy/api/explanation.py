@@ -44,12 +44,9 @@ _MAX_ROWS = 50
 
 @dataclass(frozen=True)
 class Origin:
-    """The model, image and options that draw a record again.
+    """The model, image, crop and options of a prediction, which draw its record again.
 
-    Attributes:
-        model: the model that made the record.
-        image: as it was given; None if only the record's name says where it is.
-        box, options: the crop and the options of the prediction.
+    `image` is as it was given; None if only the record's name says where it is.
     """
 
     model: Model
@@ -139,7 +136,7 @@ class Explanation(dict[str, Any]):
         Raises:
             ImageError: there is no prediction, or the image was not kept, is gone or has changed.
         """
-        return self._draw()
+        return draw_overlay(self._load_image(), self.record)
 
     def sheet(self) -> Image.Image:
         """Return the evidence sheet, RGB; the model runs again. Raises as `save_sheet`."""
@@ -155,7 +152,7 @@ class Explanation(dict[str, Any]):
             ImageError: there is no prediction, or the image was not kept, is gone or has changed.
             UsageError: not a .jpg file, or it cannot be written.
         """
-        picture = self._draw()
+        picture = self.overlay()
         if Path(path).suffix.lower() not in (".jpg", ".jpeg"):
             raise UsageError(f"{path}: expected a .jpg file; for others: explanation.overlay().save(path)")
         return save_bytes(path, encode_jpeg(picture))
@@ -187,9 +184,6 @@ class Explanation(dict[str, Any]):
             return load_record_image(self.record)
         return load_record_image(self.record, self._origin.image, self._origin.options.max_pixels)
 
-    def _draw(self) -> Image.Image:
-        return draw_overlay(self._load_image(), self.record)
-
     def __reduce__(self) -> tuple[type[Explanation], tuple[dict[str, Any]]]:
         # the record alone: opening the model again takes seconds
         return type(self), (dict(self),)
@@ -203,7 +197,10 @@ class Explanation(dict[str, Any]):
         record = self.record
         parts = [f"<p><strong>{_safe(format_line(record))}</strong></p>"]
         with suppress(ImageError):
-            parts.append(_embed(self._draw(), alt=format_line(record)))
+            overlay = self.overlay()
+            overlay.thumbnail((2 * _WIDTH, 2 * _WIDTH), Image.Resampling.BILINEAR)
+            style = f'style="max-width:{_WIDTH}px"'
+            parts.append(f'<img alt="{_safe(format_line(record))}" {style} src="{embed_jpeg(overlay)}">')
         return f"<div>{''.join(parts)}</div>"
 
 
@@ -245,10 +242,8 @@ class Explanations(list[Explanation]):
         from opal_deploy.run import drawing
 
         out = Path(folder)
-        if out.suffix in (".html", ".htm"):
-            raise UsageError(f"{out}: the name of a page; give a folder for {REPORT} and its files")
-        if (out / RUN).exists():
-            raise UsageError(f"{out}: holds a run of `infer`; choose another folder")
+        if out.suffix in (".html", ".htm") or (out / RUN).exists():
+            raise UsageError(f"{out}: a page or a run of `infer`; give another folder for {REPORT} and its files")
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -312,26 +307,19 @@ def format_line(record: Record) -> str:
     name = "image" if record.image is None else escape_unprintable(record.image)
     if isinstance(record, Failed):
         return f"{name}: error {record.error.code}: {escape_unprintable(record.error.message)}"
-    margin_text = "" if record.margin is None else f", margin {record.margin:.4f}"
+    answer = record.prediction
+    parts = [escape_unprintable(answer.label)]
+    parts.append(f"logit {answer.logit:.4f}" if answer.cosine is None else f"cosine {answer.cosine:.4f}")
+    if answer.calibrated_probability is not None:
+        parts.append(f"calibrated probability {answer.calibrated_probability:.3f}")
+    if record.margin is not None:
+        parts.append(f"margin {record.margin:.4f}")
     mark = "" if record.status == "ok" else f" ({record.status})"
-    return f"{name}: {_format_answer(record.prediction)}{margin_text}{mark}"
-
-
-def _format_answer(answer: Answer) -> str:
-    value = f"logit {answer.logit:.4f}" if answer.cosine is None else f"cosine {answer.cosine:.4f}"
-    probability = answer.calibrated_probability
-    calibrated = "" if probability is None else f", calibrated probability {probability:.3f}"
-    return f"{escape_unprintable(answer.label)}, {value}{calibrated}"
+    return f"{name}: {', '.join(parts)}{mark}"
 
 
 def _safe(text: str) -> str:
     return escape(escape_unprintable(text), quote=True)
-
-
-def _embed(overlay: Image.Image, alt: str) -> str:
-    """Return an overlay as an <img> element."""
-    overlay.thumbnail((2 * _WIDTH, 2 * _WIDTH), Image.Resampling.BILINEAR)
-    return f'<img alt="{_safe(alt)}" style="max-width:{_WIDTH}px" src="{embed_jpeg(overlay)}">'
 
 
 def load_record_image(record: Record, source: Source | None = None, max_pixels: int = MAX_PIXELS) -> Image.Image:

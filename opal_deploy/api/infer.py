@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from opal_deploy.errors import UsageError
 from opal_deploy.options import StrPath, keywords
 from opal_deploy.predict.setup import LoadedModel
 from opal_deploy.run.directory import InferenceRun
@@ -45,8 +45,6 @@ def run_inference(
     if not hasattr(model, "sessions"):
         return infer(texts, model, options)
     # an open model is a path, too
-    opened = cast("Model", model)
-    if opened.path is None or opened.sha256 is None:
-        raise UsageError("model: an open model without a file; give the path of a file")
-    fingerprint = {"file": opened.path.name, "sha256": opened.sha256}
-    return infer(texts, LoadedModel(opened.path, opened.sessions, fingerprint, opened.metadata), options)
+    opened, path = cast("Model", model), Path(cast("Model", model))
+    fingerprint = {"file": path.name, "sha256": opened.sha256 or ""}
+    return infer(texts, LoadedModel(path, opened.sessions, fingerprint, opened.metadata), options)

@@ -150,10 +150,7 @@ class Model:
         _check_sources(sources, one=one)
         box_list = _parse_boxes(boxes, len(sources), one=one)
         self._caution(boxed=boxes is not None)
-        options = InferenceOptions(
-            batch=self._choose_batch(batch), top=top, decision=self._decide(thresholds, self.predict),
-            max_pixels=max_pixels, model_sha256=self.sha256,
-        )  # fmt: skip
+        options = self._make_options(self.predict, thresholds, batch, top=top, max_pixels=max_pixels)
         found = [InputImage(source_name(source), source, box) for source, box in zip(sources, box_list, strict=True)]
         records = Explanations()
         with show_progress("predict") if progress is True else nullcontext(as_progress(progress)) as report:
@@ -187,10 +184,7 @@ class Model:
             UsageError: the input does not exist or holds no image. StoppedEarly: the device was lost.
         """
         self._caution(boxed=False)
-        options = InferenceOptions(
-            batch=self._choose_batch(batch), workers=workers, top=top,
-            decision=self._decide(thresholds, self.stream), max_pixels=max_pixels, model_sha256=self.sha256,
-        )  # fmt: skip
+        options = self._make_options(self.stream, thresholds, batch, workers=workers, top=top, max_pixels=max_pixels)
         if isinstance(images, str | os.PathLike):
             inputs = [os.fspath(images)]
             check_inputs(inputs)
@@ -219,8 +213,8 @@ class Model:
         `max_pixels` and `decision` of `options` apply.
 
         Raises:
-            ImageError: the image cannot be classified. UsageError: the model's evidence is not single cells, or the
-                suffix is another one.
+            ImageError: the image cannot be classified.
+            UsageError: the model's evidence is not single cells, or the suffix is another one.
         """
         # slow to import
         from opal_deploy.run.drawing import build_sheet, check_exact_evidence
@@ -267,15 +261,11 @@ class Model:
         """
         from opal_deploy.api.service import Service
 
-        options = InferenceOptions(
-            batch=self._choose_batch(batch), workers=workers, max_pixels=max_pixels, top=top,
-            decision=self._decide(thresholds, self.serve), decode=decode, decode_timeout=decode_timeout,
-            isolate=isolate, model_sha256=self.sha256,
+        options = self._make_options(
+            self.serve, thresholds, batch, workers=workers, max_pixels=max_pixels, top=top, decode=decode,
+            decode_timeout=decode_timeout, isolate=isolate,
         )  # fmt: skip
         return Service(self.sessions, options, max_wait=max_wait_ms / 1e3, capacity=capacity)
-
-    def _choose_batch(self, batch: int | None) -> int:
-        return default_batch(self.sessions[0]) if batch is None else batch
 
     def _caution(self, *, boxed: bool) -> None:
         """Warn once of a model that is not verified, or that expects crops."""
@@ -284,7 +274,10 @@ class Model:
             hint = "predict(image, boxes=(x0, y0, x1, y1))"
             log_cautions(self.metadata, boxed=boxed, crop_hint=hint, log=lambda line: log_line(WarningLine(line)))
 
-    def _decide(self, thresholds: Mapping[str, float | str | None], method: Callable[..., Any]) -> Decision:
+    def _make_options(
+        self, method: Callable[..., Any], thresholds: Mapping[str, float | str | None], batch: int | None, **others: Any
+    ) -> InferenceOptions:
+        """Return the options of a prediction; raise TypeError for a keyword that is not one of the method's."""
         if unknown := thresholds.keys() - THRESHOLDS:
             own = inspect.signature(method).parameters.items()
             known = [*(name for name, parameter in own if parameter.kind is parameter.KEYWORD_ONLY), *THRESHOLDS]
@@ -294,7 +287,9 @@ class Model:
                 "runtime are those of opal_deploy.load, drawings those of the answer"
             )
         path = self.path or Path("the model")
-        return Decision(**thresholds).resolve(path, self.metadata, lambda _: None)
+        decision = Decision(**thresholds).resolve(path, self.metadata, lambda _: None)
+        batch = default_batch(self.sessions[0]) if batch is None else batch
+        return InferenceOptions(batch=batch, decision=decision, model_sha256=self.sha256, **others)
 
     def __repr__(self) -> str:
         metadata = self.metadata
@@ -304,11 +299,7 @@ class Model:
 def _list_sources(images: Any) -> list[Source | Tensor]:
     """Return the images of a sequence; raise UsageError for anything that is no image, such as an open file."""
     expected = "expected paths, bytes, PIL images or uint8 arrays [H, W, 3]"
-    if (
-        not isinstance(images, Iterable)
-        or isinstance(images, bytearray | memoryview | Mapping)
-        or hasattr(images, "read")
-    ):
+    if not isinstance(images, Iterable) or hasattr(images, "read"):
         raise UsageError(f"predict: {type(images).__name__} found; {expected}")
     sources = images.tolist() if isinstance(images, np.ndarray) and images.dtype.kind in "UO" else list(images)
     for source in sources:
@@ -361,7 +352,7 @@ def _parse_boxes(boxes: object, images: int, *, one: bool) -> list[Box | None]:
     if boxes is None:
         return [None] * images
     entries = list(boxes) if isinstance(boxes, Sequence | np.ndarray) else [boxes]
-    if one and len(entries) == 4 and not any(isinstance(entry, Sequence | np.ndarray) for entry in entries):
+    if one and len(entries) == 4:
         entries = [entries]
     if len(entries) != images:
         expected = "one, (x0, y0, x1, y1)" if one else "one for each, None for none"

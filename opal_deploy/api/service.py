@@ -39,16 +39,13 @@ _PIXELS = Prepared(InputImage(None, b""))
 class _Image:
     """One image that is ready for a batch since `since`, by `time.monotonic`.
 
-    Attributes:
-        future: gets what `convert` returns for the result, or without `convert` the image's row of the outputs.
-        prepared, pixels: the image, and its pixels, uint8 [H0, W0, 3].
-        release: gives the memory of the pixels back.
+    `future` gets what `convert` returns for the result, or without `convert` the image's row of the outputs.
     """
 
     future: Future[Any]
     convert: Callable[[Result], Any] | None
     prepared: Prepared
-    pixels: Pixels
+    pixels: Pixels  # uint8 [H0, W0, 3]
     release: Callable[[], None] = lambda: None
     since: float = field(default_factory=time.monotonic)
 
@@ -160,13 +157,12 @@ class Service:
 
     def _submit(self, requests: Sequence[InputImage], convert: Callable[[Result], T], *, wait: bool) -> list[Future[T]]:
         self._acquire(len(requests), wait=wait)
-        futures: list[Future[T]] = []
+        futures: list[Future[T]] = [Future() for _ in requests]
         submitted = time.monotonic()
-        for request in requests:
-            futures.append(Future())
+        for request, future in zip(requests, futures, strict=True):
             # an image that is cancelled while it waits for a decoder is not decoded
-            prepared = self._decoders.submit([request], futures[-1].cancelled)
-            prepared.add_done_callback(partial(self._add_ready, futures[-1], convert, submitted))
+            prepared = self._decoders.submit([request], future.cancelled)
+            prepared.add_done_callback(partial(self._add_ready, future, convert, submitted))
         return futures
 
     def _acquire(self, images: int, *, wait: bool) -> None:

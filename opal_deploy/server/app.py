@@ -99,19 +99,14 @@ class _Handlers:
         return JSONResponse(described | {"models": names})
 
     async def live(self, request: Request) -> Response:
-        return self._answer_health({"live": True}, self._state.problem if self._state.failed else "")
+        return _answer_health({"live": True}, self._state.problem if self._state.failed else "")
 
     async def ready(self, request: Request) -> Response:
-        return self._answer_health({"ready": True}, self._state.problem)
+        return _answer_health({"ready": True}, self._state.problem)
 
     async def model_ready(self, request: Request) -> Response:
         self._find(request)
-        name = request.path_params["name"]
-        return self._answer_health({"name": name, "ready": True}, self._state.problem)
-
-    @staticmethod
-    def _answer_health(healthy: dict[str, Any], problem: str) -> Response:
-        return JSONResponse({"error": problem}, HTTPStatus.SERVICE_UNAVAILABLE) if problem else JSONResponse(healthy)
+        return _answer_health({"name": request.path_params["name"], "ready": True}, self._state.problem)
 
     async def model_metadata(self, request: Request) -> Response:
         model, explains = self._find(request)
@@ -132,12 +127,11 @@ class _Handlers:
         _check_capacity(model)
         async with self._state.bodies.read(request) as body:
             inputs, outputs = model.specs(explains=explains)
-            json_size = _read_json_size(request, len(body))
+            json_size = _parse_number(_JSON_SIZE, request.headers.get(_JSON_SIZE, str(len(body))), len(body))
             # long JSON would hold up the other requests
             parsed = await asyncio.to_thread(parse_request, body, json_size, inputs, outputs, model.service.capacity)
             request.state.images = len(next(iter(parsed.inputs.values())))
-            run = _infer_records if explains else _infer_pixels
-            tensors = await run(self._state, model, parsed)
+            tensors = await (_infer_records if explains else _infer_pixels)(self._state, model, parsed)
             content, size = build_response(request.path_params["name"], parsed, outputs, tensors)
         headers = {} if size is None else {_JSON_SIZE: str(size)}
         kind = "application/json" if size is None else "application/octet-stream"
@@ -156,10 +150,9 @@ class _Handlers:
     async def patches(self, request: Request) -> Response:
         """Return the patches of training images for the slots of the class `class`, and how far they reach in cells."""
         model, _ = self._state.find(request.query_params.get("model", self._state.models[0].name))
-        metadata, number = model.metadata, request.query_params.get("class", "")
-        if not number.isascii() or not number.isdigit() or int(number[:9]) >= metadata.num_classes:
-            raise BadRequest(f"class {number[:20]!r} found; expected a number below {metadata.num_classes}")
-        patches = {} if metadata.known_patches is None else metadata.known_patches.to_page(int(number[:9]))
+        metadata = model.metadata
+        class_id = _parse_number("class", request.query_params.get("class", ""), metadata.num_classes - 1)
+        patches = {} if metadata.known_patches is None else metadata.known_patches.to_page(class_id)
         return JSONResponse({"reach": metadata.reach, "patches": patches})
 
     async def page(self, request: Request) -> Response:
@@ -183,6 +176,10 @@ class _Handlers:
         model = self._state.find(request.path_params["name"])
         request.state.model = request.path_params["name"]
         return model
+
+
+def _answer_health(healthy: dict[str, Any], problem: str) -> Response:
+    return JSONResponse({"error": problem}, HTTPStatus.SERVICE_UNAVAILABLE) if problem else JSONResponse(healthy)
 
 
 async def _infer_pixels(state: ServerState, model: ServedModel, request: InferRequest) -> dict[str, Tensor]:
@@ -259,11 +256,11 @@ def _check_capacity(model: ServedModel) -> None:
         raise busy(f"{model.service.in_flight} images are in flight")
 
 
-def _read_json_size(request: Request, body_size: int) -> int:
-    text = request.headers.get(_JSON_SIZE, str(body_size))
-    # Python refuses to convert longer text
-    if not text.isascii() or not text.isdigit() or len(text) > 15:
-        raise BadRequest(f"{_JSON_SIZE} {text[:20]!r} found; expected a number of bytes")
+def _parse_number(name: str, text: str, limit: int) -> int:
+    """Return a number of a request, 0 ... `limit`; raise BadRequest for other text."""
+    # Python refuses to convert long text
+    if not text.isascii() or not text.isdigit() or len(text) > 15 or int(text) > limit:
+        raise BadRequest(f"{name} {text[:20]!r} found; expected a number of at most {limit}")
     return int(text)
 
 

@@ -19,7 +19,7 @@ from functools import partial
 from http import HTTPStatus
 from math import prod
 from types import GenericAlias
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -164,8 +164,7 @@ class TensorSpec:
         return BadRequest(f"input {self.name!r}: {reason}")
 
 
-@dataclass(frozen=True)
-class InferRequest:
+class InferRequest(NamedTuple):
     """An inference request: its id (empty for none), inputs by name, and whether each wanted output is to be binary."""
 
     id: str
@@ -205,12 +204,10 @@ def parse_request(
 
     Args:
         body: the whole body.
-        json_size: bytes of JSON before the binary tensors.
+        json_size: bytes of JSON before the binary tensors, at most all.
         inputs, outputs: the model's.
         max_images: maximum number of rows, checked before memory is taken for them.
     """
-    if json_size > len(body):
-        raise BadRequest(f"{json_size} bytes of JSON announced, and the body has {len(body)} bytes")
     document = _parse_json(body[:json_size])
     tensors: dict[str, Tensor] = {}
     binary = memoryview(body)[json_size:]
@@ -221,11 +218,9 @@ def parse_request(
             raise BadRequest(f"{shape[0]} images found; expected at most {max_images}; send several requests")
         if size is None:
             tensors[spec.name] = _parse_json_tensor(raw, spec, shape)
-            continue
-        if size > len(binary):
-            raise spec.refuse(f"{len(binary)} binary bytes found; expected {size}")
-        tensors[spec.name] = _parse_binary(binary[:size], spec, shape)
-        binary = binary[size:]
+        else:
+            tensors[spec.name] = _parse_binary(binary[:size], spec, shape)
+            binary = binary[size:]
     if binary:
         raise BadRequest(f"{len(binary)} unexpected bytes after the last tensor")
     if missing := [spec.name for spec in inputs if not spec.optional and spec.name not in tensors]:

@@ -39,10 +39,7 @@ _QUEUED_BATCHES = 8
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model file under its name in URLs, with its service.
-
-    `signer` signs the records that leave the server; None: they are not signed.
-    """
+    """A model file under its name in URLs, with its service; `signer` signs the records that leave the server."""
 
     name: str
     path: Path

@@ -24,8 +24,6 @@ from opal_deploy.options import (
 from opal_deploy.records.decision import Decision
 
 TOKEN_VARIABLE = "OPAL_DEPLOY_TOKEN"
-# of a token and the line end after it
-_MOST_BYTES = 10_000
 LogFormat = Literal["text", "json", "off"]
 
 
@@ -45,8 +43,7 @@ class ServeOptions(Decision):
     upload_timeout: Annotated[float, Option("Seconds in which a request body must arrive.", min=0.1)] = 30.0
     request_timeout: Annotated[float, Option("Seconds in which a request must be answered.", min=0.1)] = 30.0
     token_file: Annotated[
-        StrPath | None,
-        Option("File with the bearer token that clients must send; or set OPAL_DEPLOY_TOKEN.", cli=Path),
+        StrPath | None, Option("File with the bearer token that clients must send; or set OPAL_DEPLOY_TOKEN.", cli=Path)
     ] = None
     allowed_host: Annotated[
         tuple[str, ...],
@@ -76,17 +73,13 @@ def read_token(path: StrPath | None) -> str | None:
     Raises:
         UsageError: the file cannot be read, or the token is not one line of printable ASCII.
     """
-    origin = TOKEN_VARIABLE if path is None else f"--token-file {path}"
-    token = os.environ.get(TOKEN_VARIABLE)
+    origin, token = TOKEN_VARIABLE, os.environ.get(TOKEN_VARIABLE)
     if path is not None:
+        origin = f"--token-file {path}"
         try:
-            with open(path, "rb") as stream:
-                token = stream.read(_MOST_BYTES).decode("utf-8")
+            token = Path(path).read_text("utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{origin}: cannot be read ({getattr(error, 'strerror', None) or 'not text'})") from None
-    if token is None:
-        return None
-    token = token.strip()
-    if not token or not token.isascii() or not token.isprintable():
+            raise UsageError(f"{origin}: cannot be read ({error})") from None
+    if token is not None and not (token and token.isascii() and token.isprintable()):
         raise UsageError(f"{origin}: no valid token found; expected one line of printable ASCII")
     return token

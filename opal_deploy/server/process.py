@@ -71,12 +71,8 @@ def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
         host = f"[{options.host}]" if ":" in options.host else options.host
         address = f"http://{host}:{placeholder.getsockname()[1]}"
         header = "" if state.token is None else ' --header "Authorization: Bearer $TOKEN"'
-
-        def announce() -> None:
-            log(f"Listening on {address}")
-            log(f"  curl --data-binary @IMAGE{header} {address}/explain")
-
-        run_server(create_app(state), state, placeholder, announce)
+        hints = f"Listening on {address}", f"  curl --data-binary @IMAGE{header} {address}/explain"
+        run_server(create_app(state), state, placeholder, lambda: [log(hint) for hint in hints])
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -93,7 +89,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run_server(
-    app: ASGIApp, state: ServerState, placeholder: socket.socket, announce: Callable[[], None] = lambda: None
+    app: ASGIApp, state: ServerState, placeholder: socket.socket, announce: Callable[[], object] = lambda: None
 ) -> None:
     """Answer requests until SIGTERM or Ctrl-C, then finish those in flight; raise StoppedEarly for a lost device."""
     stopping = False
@@ -118,7 +114,7 @@ def run_server(
 
 async def serve_app(
     app: ASGIApp, state: ServerState, placeholder: socket.socket, stopping: Callable[[], bool],
-    announce: Callable[[], None],
+    announce: Callable[[], object],
 ) -> None:  # fmt: skip
     """Answer requests at the address of a socket, which is closed, until `stopping` or until a device is lost.
 

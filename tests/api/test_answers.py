@@ -66,12 +66,6 @@ def test_a_folder_or_a_pattern_is_for_stream(model, paths, several):
     assert [each.label for each in model.stream(given)] == [each.label for each in model.predict(paths)]
 
 
-def test_one_array_is_one_image_in_a_stream_too(model, paths):
-    pixels = np.asarray(Image.open(paths[0]).convert("RGB"))
-    (found,) = model.stream(pixels)
-    assert found == model.predict(pixels)
-
-
 def test_what_people_try_from_habit_names_what_to_use(exact_model, make_pictures, tmp_path):
     (path,) = make_pictures(tmp_path / "in", 1)
     model = opal_deploy.load(exact_model, threads=1)

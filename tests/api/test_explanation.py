@@ -111,7 +111,7 @@ def test_records_save_the_report_of_infer(model, paths, opal, exact_model, tmp_p
     assert "Accuracy: 1 of 1" in text
     assert [path.name for path in (tmp_path / "out/overlays").iterdir()] == ["000001-image.jpg"]
     (tmp_path / "out/run.json").touch()
-    with pytest.raises(UsageError, match="holds a run of `infer`"):
+    with pytest.raises(UsageError, match="run of `infer`"):
         records.save_report(tmp_path / "out")
     assert Explanations().save_report(tmp_path / "empty").is_file()
 

@@ -54,8 +54,9 @@ def test_a_missing_package_names_the_extra_to_install(exact_model, make_pictures
         (("export", model, "--precision", "fp16"), "export"),
         (("export", model, "--trt"), "trt-rtx"),
         (("train", "in"), "train"),
+        (("serve", model), "serve"),
     ]
-    done = call_without(HEAVY, [call for call, _ in calls], tmp_path)
+    done = call_without((*HEAVY, "granian"), [call for call, _ in calls], tmp_path)
     for each, (_, extra) in zip(done, calls, strict=True):
         assert f"pip install 'opal-deploy[{extra}]'" in one_line(each), each.args
 

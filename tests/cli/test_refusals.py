@@ -43,6 +43,11 @@ REFUSED = {
     "export c.onnx --trt --out x.engine": "--out x.engine: expected a folder with --trt",
     "export c.onnx --trt --calibrate .": "only int8 is calibrated",
     "export c.onnx --trt --precision fp32 --images nowhere": "built as it is; leave out --images",
+    "export c.onnx --triton models --batch 1:8:16": "--batch",
+    "export c.onnx --name birds": "only with --triton",
+    "serve none.onnx": "none.onnx: no such model",
+    "serve c.onnx --log-format xml": "'xml' is not one of 'text', 'json', 'off'",
+    "serve c.onnx --host 192.0.2.1": "--host 192.0.2.1 --port 8000: cannot listen there",
 }
 
 

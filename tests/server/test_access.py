@@ -1,10 +1,5 @@
 """Who is answered: clients with the token, and without one no page of another site."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import httpx
 import pytest
 
@@ -12,7 +7,7 @@ from tests.bright import BrightSession
 
 
 @pytest.fixture(scope="module")
-def foreign(serving: Callable) -> Iterator[tuple[Any, Any]]:
+def foreign(serving):
     with (
         serving({"light": BrightSession()}, allowed_host=("example.org",)) as open_server,
         serving({"light": BrightSession()}, token="s3cret") as locked,
@@ -20,7 +15,7 @@ def foreign(serving: Callable) -> Iterator[tuple[Any, Any]]:
         yield open_server, locked
 
 
-def test_a_token_opens_everything_and_health_is_open(foreign: tuple[Any, Any]) -> None:
+def test_a_token_opens_everything_and_health_is_open(foreign):
     with httpx.Client(base_url=foreign[1].url) as client:
         assert client.get("/v2/health/live").status_code == client.get("/v2/health/ready").status_code == 200
         for headers in ({}, {"Authorization": "Bearer s3cre"}, {"Authorization": "Basic s3cret"}):
@@ -45,9 +40,7 @@ def test_a_token_opens_everything_and_health_is_open(foreign: tuple[Any, Any]) -
         pytest.param({"Origin": "http://["}, 403, id="an origin that is none"),
     ],
 )
-def test_without_a_token_only_this_servers_names_are_answered(
-    foreign: tuple[Any, Any], headers: dict[str, str], status: int
-) -> None:
+def test_without_a_token_only_this_servers_names_are_answered(foreign, headers, status):
     open_server, locked = foreign
     answer = httpx.post(f"{open_server.url}/explain", content=b"no image", headers=headers)
     assert answer.status_code == (415 if status == 200 else status)

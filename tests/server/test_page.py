@@ -2,10 +2,10 @@
 
 import httpx
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 from tests.bright import BrightSession
-from tests.browser import AXE, CHROMIUM, find_violations, needs_chromium
+from tests.browser import AXE, find_violations, open_browser
 
 NAME = "<img src=x onerror=hit()>.png"
 DROP = """([name, bytes]) => {
@@ -16,17 +16,13 @@ DROP = """([name, bytes]) => {
 
 
 @pytest.mark.browser
-@needs_chromium
 def test_a_dropped_picture_is_explained(serving, exact_session, make_pictures, tmp_path):
     data = make_pictures(tmp_path, 1)[0].read_bytes()
     problems, elsewhere = [], []
     with (
         serving({"trees": exact_session, "light": BrightSession()}, token="s3cret") as running,
-        sync_playwright() as playwright,
+        open_browser() as browser,
     ):
-        browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-background-networking"]
-        )
         page = browser.new_page(viewport={"width": 360, "height": 800}, bypass_csp=True)
         page.set_default_timeout(20_000)
         page.on("pageerror", lambda error: problems.append(str(error)))
@@ -59,7 +55,6 @@ def test_a_dropped_picture_is_explained(serving, exact_session, make_pictures, t
         )
         expect(page.locator("#status.alert")).to_contain_text("cut.png: ")
         expect(page.locator("#answer")).to_be_hidden()
-        browser.close()
     assert [text for text in problems if "Failed to load resource" not in text] == []
     assert [url for url in elsewhere if not url.startswith((running.url, "blob:", "data:"))] == []
 
