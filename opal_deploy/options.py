@@ -119,8 +119,6 @@ def option_fields(options: type[Any]) -> Iterator[tuple[Field[Any], Any, Option 
 
 def default_of(field: Field[Any], option: Option | None = None) -> Any:
     """Return a field's default, or `inspect.Parameter.empty` where it has none."""
-    if field.default_factory is not MISSING:
-        return field.default_factory()
     return inspect.Parameter.empty if field.default is MISSING else field.default
 
 
@@ -132,9 +130,10 @@ def default_if_not_given(field: Field[Any], option: Option | None) -> Any:
 
 
 def _check(name: str, value: Any, annotation: Any, option: Option) -> None:
-    choices = [choice for part in _alternatives(annotation) if get_origin(part) is Literal for choice in get_args(part)]
-    others = [part for part in _alternatives(annotation) if get_origin(part) is not Literal and part is not type(None)]
-    if choices and not others and value not in choices:
+    is_union = get_origin(annotation) in (Union, types.UnionType)
+    kinds = [kind for kind in (get_args(annotation) if is_union else (annotation,)) if kind is not type(None)]
+    choices = get_args(kinds[0]) if len(kinds) == 1 and get_origin(kinds[0]) is Literal else ()
+    if choices and value not in choices:
         raise UsageError(f"{name} {value!r}: expected one of {', '.join(map(str, choices))}")
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
@@ -143,10 +142,6 @@ def _check(name: str, value: Any, annotation: Any, option: Option) -> None:
         limits = {"at least": option.min, "at most": option.max}
         expected = " and ".join(f"{words} {limit:g}" for words, limit in limits.items() if limit is not None)
         raise UsageError(f"{name} {value!r}: expected {expected}")
-
-
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
 
 
 class keywords(Generic[P, O]):  # used as a decorator
@@ -242,10 +237,7 @@ SigningKey = Annotated[
 ]
 DatasetName = Annotated[str | None, Option("Name of the data set, as for `train`.", default="recognised by its files")]
 CropToBoxes = Annotated[bool, Option("Crop to the data set's boxes.", flag="--boxes/--no-boxes")]
-SlotNameFile = Annotated[
-    StrPath | None,
-    Option("TOML file that names slots, for records and sheets.", cli=Path),
-]
+SlotNameFile = Annotated[StrPath | None, Option("TOML file that names slots, for records and sheets.", cli=Path)]
 
 
 def flag_of(name: str, option: Option | None = None) -> str:

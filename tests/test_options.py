@@ -46,11 +46,6 @@ def test_keywords_build_the_options() -> None:
     assert "size: Longest side in pixels." in (draw.__doc__ or "")
 
 
-def test_an_unknown_keyword_is_refused() -> None:
-    with pytest.raises(TypeError, match="sise"):
-        draw("a.jpg", sise=8)  # type: ignore[call-arg]
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -17,13 +17,13 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 from opal_deploy.artifact.files import check_output
 from opal_deploy.errors import UsageError
 from opal_deploy.runtime.devices import available_cpus, read_driver
+from opal_deploy.runtime.diagnostics import installed_version
 from opal_deploy.visualization.style import escape_unprintable
 
 Kind = Literal["overhead", "latency", "throughput", "compare", "pipeline"]
@@ -80,11 +80,9 @@ def describe_machine() -> dict[str, Any]:
         processor = next(line.split(":", 1)[1].strip() for line in stream if line.startswith("model name"))
     facts: dict[str, Any] = {
         "processor": processor, "cores": os.cpu_count(), "usable_cores": available_cpus(),
-        "system": platform.platform(), "python": platform.python_version(), "versions": {},
+        "system": platform.platform(), "python": platform.python_version(),
+        "versions": {name: version for name in _DISTRIBUTIONS if (version := installed_version(name)) is not None},
     }  # fmt: skip
-    for name in _DISTRIBUTIONS:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            facts["versions"][name] = metadata.version(name)
     driver = read_driver()
     if driver.gpus:
         facts |= {"gpus": [asdict(gpu) for gpu in driver.gpus], "driver": driver.version, "cuda": driver.cuda}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,10 +36,10 @@ class TimedModel:
         metadata, memory = self.session.metadata, "host memory"
         if isinstance(self.session, PinningSession):
             memory = "page-locked host memory"
+        what = "one call of the session" if depth == 1 else f"batches with {depth} in flight, each"
+        where = "by numpy on the host" if metadata.input_kind == "float32" else "in the graph"
         return (
-            f"{'one call of the session' if depth == 1 else f'batches with {depth} in flight, each'}: from a uint8 "
-            f"batch [N, H0, W0, 3] in {memory}, normalised "
-            f"{'by numpy on the host' if metadata.input_kind == 'float32' else 'in the graph'}, to "
+            f"{what}: from a uint8 batch [N, H0, W0, 3] in {memory}, normalised {where}, to "
             f"{', '.join(metadata.outputs)} in host memory; no decoding, resizing or drawing"
         )
 
@@ -47,17 +48,11 @@ def list_setups(options: SweepOptions) -> list[SweepOptions]:
     """Return the options once for every runtime and precision; of several runtimes each keeps what it knows."""
     runtimes: tuple[Runtime, ...] = options.runtime or ("onnxruntime",)
     precisions: list[tuple[Precision, ...]] = [(precision,) for precision in options.precision] or [()]
-    several, graphs = len(runtimes) > 1, options.cuda_graphs
-    return [
-        replace(
-            options,
-            runtime=(runtime,),
-            precision=precision,
-            cuda_graphs=graphs and (runtime in ("compile", "tensorrt") or not several),
-        )
-        for runtime in runtimes
-        for precision in precisions
-    ]
+    setups = []
+    for runtime, precision in itertools.product(runtimes, precisions):
+        graphs = options.cuda_graphs and (runtime in ("compile", "tensorrt") or len(runtimes) == 1)
+        setups.append(replace(options, runtime=(runtime,), precision=precision, cuda_graphs=graphs))
+    return setups
 
 
 def load_model(source: Path | NamedNetwork, setup: SweepOptions) -> TimedModel:
@@ -69,8 +64,7 @@ def load_model(source: Path | NamedNetwork, setup: SweepOptions) -> TimedModel:
         return _load_network(source, setup)
     kind = model_kind(source)
     if kind is None or not source.is_file():
-        problem = "not a model" if source.is_file() else "no such model"
-        raise ArtifactError(f"{source}: {problem}; expected a checkpoint (.pt), an ONNX file or an engine")
+        raise ArtifactError(f"{source}: no such model; expected a checkpoint (.pt), an ONNX file or an engine")
     if kind == "checkpoint":
         require("torch", "export", "timing a checkpoint")
         from opal_deploy.bench.networks import load_checkpoint_network
@@ -78,10 +72,8 @@ def load_model(source: Path | NamedNetwork, setup: SweepOptions) -> TimedModel:
         return _load_network(load_checkpoint_network(source), setup)
     model = _open_file(source, source, setup)
     if setup.precision and setup.precision[0] != model.target.precision:
-        raise UsageError(
-            f"{source}: its precision is {model.target.precision}, --precision asks for {setup.precision[0]}; export "
-            "it in that precision, or give the checkpoint"
-        )
+        wanted = f"its precision is {model.target.precision}, not {setup.precision[0]}"
+        raise UsageError(f"{source}: {wanted}; export it in that precision, or give the checkpoint")
     return model
 
 
@@ -103,9 +95,7 @@ def _load_network(network: NamedNetwork, setup: SweepOptions) -> TimedModel:
         session = TorchGraphSession(network.checkpoint, setup, precision)
         return _describe(network, session, session.options, cuda_graphs=setup.cuda_graphs)
     if runtime == "onnxruntime" and precision in ("bf16", "int8"):
-        raise UsageError(
-            f"ONNX Runtime in {precision} is timed from a file: `opal-deploy export` it, and give that file"
-        )
+        raise UsageError(f"ONNX Runtime in {precision} is timed from a file: export it, and give that file")
     with tempfile.TemporaryDirectory(prefix="opal-bench-") as folder:
         return _open_file(write_model(network, precision, Path(folder), engine=runtime == "tensorrt"), network, setup)
 
@@ -124,7 +114,7 @@ def _open_file(path: Path, source: Path | NamedNetwork, setup: SweepOptions) -> 
 def _describe(source: Path | NamedNetwork, session: Session, used: str, *, cuda_graphs: bool) -> TimedModel:
     """Return a session that uses the options `used`, described; UsageError if it ignores one that was given."""
     device, metadata, words = session.device.partition(" ")[0], session.metadata, session.description.split()
-    runtime = "openvino" if words[0] == "OpenVINO" else "torch compile" if words[2] == "compile" else "torch eager"
+    runtime = "openvino" if words[0] == "OpenVINO" else f"torch {'compile' if words[2] == 'compile' else 'eager'}"
     if isinstance(session, EngineSession):
         runtime = str(session.sidecar.builder["name"])
     elif isinstance(session, OnnxSession):

@@ -129,7 +129,7 @@ class TorchGraphSession:
 
     `runtime.torch_session` is float32 and returns more than an exported file does. Compiled, the weights are frozen.
     Convolutions run as NHWC on a GPU. Autotuning is off: it multiplies the minutes of compiling, and its gain was never
-    measured on a GPU here. `options` are torch.compile's options in words.
+    measured. `options` are torch.compile's options in words.
     """
 
     def __init__(self, checkpoint: Checkpoint, setup: SweepOptions, precision: str) -> None:

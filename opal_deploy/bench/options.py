@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from opal_deploy.errors import UsageError
 from opal_deploy.model.config import HeadKind
 from opal_deploy.options import Decode, Device, Option, Options, RuntimeChoice, Threads, Workers, parse_size
 
@@ -20,17 +19,15 @@ _RUNTIME = "Runtime of checkpoints and --backbone: onnxruntime, eager, compile, 
 _PRECISION = "Precision of checkpoints and --backbone: fp32, tf32, fp16, bf16; repeatable."
 
 
-def parse_counts(option: str, text: str) -> tuple[int, ...]:
-    """Parse `1,2,4` to different numbers in ascending order; UsageError for anything else."""
+def _parse_batches(text: str) -> tuple[int, ...]:
+    """Parse `1,2,4` to different numbers in ascending order; ValueError for anything else."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and 0 < int(part) < 1e6 for part in parts):
-        raise UsageError(f"{option} {text!r}: expected positive integers such as 8 or 1,2,4")
+        raise ValueError("expected positive integers such as 8 or 1,2,4")
     return tuple(sorted({int(part) for part in parts}))
 
 
-Batches = Annotated[
-    tuple[int, ...], _timing("Batch sizes, such as 8 or 1,2,4.", cli=str, parse=partial(parse_counts, "--batch"))
-]
+Batches = Annotated[tuple[int, ...], _timing("Batch sizes, such as 8 or 1,2,4.", cli=str, parse=_parse_batches)]
 Seconds = Annotated[float, _timing("Minimum length of a repeat in seconds.", min=0)]
 Iterations = Annotated[int, _timing("Minimum calls per repeat.", min=1)]
 Repeats = Annotated[int, _timing("Repeats; their spread is reported.", min=1)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import statistics
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -137,20 +138,16 @@ def count_module(module: nn.Module, input_shape: tuple[int, ...], name: str = "m
 def list_operations(head: str, shape: Shape) -> dict[str, int]:
     """Return the operations of the `opal` or the `linear` head in the paper's convention."""
     cells, features, channels = shape.grid[0] * shape.grid[1], shape.features, shape.classes * shape.prototypes
+    again = "counted again as the called function"
     if head == "linear":
+        means = ("scores: mean over cells", f"scores: mean over cells, {again}")
         # the bias of the dense layer changes no digit that the paper prints
-        return {
-            "scores: mean over cells": cells * features,
-            "scores: mean over cells, counted again as the called function": cells * features,
-            _DENSE: features * shape.classes,
-        }
-    return {
-        _PROJECTION: cells * features * channels,
-        "projection: bias": cells * channels,
-        "attention: softmax over channels at each cell": cells * channels,
-        "scores: max over cells": cells * channels,
-        "scores: max over cells, counted again as the called function": cells * channels,
-    }
+        return dict.fromkeys(means, cells * features) | {_DENSE: features * shape.classes}
+    others = (
+        "projection: bias", "attention: softmax over channels at each cell", "scores: max over cells",
+        f"scores: max over cells, {again}",
+    )  # fmt: skip
+    return {_PROJECTION: cells * features * channels} | dict.fromkeys(others, cells * channels)
 
 
 def count_head(head: str, shape: Shape) -> Counts:
@@ -164,10 +161,9 @@ def count_head(head: str, shape: Shape) -> Counts:
 def summarise(rows: Sequence[Row]) -> dict[tuple[str, str], tuple[float, float, float]]:
     """Return a head's smallest, largest and mean share of its backbone over all rows, in %, by head and count."""
     shares = {}
-    for head in ("linear", "opal"):
-        for count in SHARES:
-            values = [row.percent(head, count) for row in rows]
-            shares[head, count] = min(values), max(values), statistics.fmean(values)
+    for head, count in itertools.product(("linear", "opal"), SHARES):
+        values = [row.percent(head, count) for row in rows]
+        shares[head, count] = min(values), max(values), statistics.fmean(values)
     return shares
 
 
@@ -266,10 +262,8 @@ def check_paper(rows: Sequence[Row], paper: Mapping[str, Any], log: Log) -> None
     for line in (*expected, *wrong.values()):
         log(line)
     if wrong:
-        raise VerificationError(
-            f"{len(wrong)} of {len(paper['cells'])} figures are not what the paper's file expects: {', '.join(wrong)}; "
-            "torchvision's networks, ptflops or the file changed"
-        )
+        figures = f"{len(wrong)} of {len(paper['cells'])} figures are not what paper.toml expects: {', '.join(wrong)}"
+        raise VerificationError(f"{figures}; torchvision's networks, ptflops or the file changed")
 
 
 def _count_cells(rows: Sequence[Row]) -> dict[str, Decimal]:

@@ -48,11 +48,7 @@ class ErrorHandlingGroup(CommandGroup):
     """The root command: every failure is one line on stderr and a documented exit code."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that `args` names, with its arguments.
-
-        Raises:
-            UsageError: click's, for an unknown command; it suggests a similar name, or our name for another tool's.
-        """
+        """Return the command that `args` names; click's error for an unknown one suggests ours for another tool's."""
         try:
             return super().resolve_command(ctx, args)
         except _CallError as error:
@@ -90,11 +86,11 @@ class ErrorHandlingGroup(CommandGroup):
             print_message(f"opal-deploy{_rank()}: {one_line(str(error))}")
             raise SystemExit(error.exit_code) from None
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in _REFUSED and error.filename is not None and not debug:
-                print_message(f"opal-deploy: {one_line(f'{error.filename}: {error.strerror}')}; give another file")
-                raise SystemExit(ExitCode.USAGE) from None
             if debug:
                 traceback.print_exc()
+            if isinstance(error, OSError) and error.errno in _REFUSED and error.filename is not None:
+                print_message(f"opal-deploy: {one_line(f'{error.filename}: {error.strerror}')}; give another file")
+                raise SystemExit(ExitCode.USAGE) from None
             print_message(
                 f"opal-deploy: internal error: {type(error).__name__}: {one_line(str(error))}. "
                 "Please report it with the output of the command run with --debug."

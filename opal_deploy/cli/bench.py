@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from opal_deploy.bench.models import TimedModel
     from opal_deploy.bench.networks import NamedNetwork
     from opal_deploy.bench.speed import SweepKind
-    from opal_deploy.sources.image import InputImage
 
 
 def overhead(options: OverheadOptions) -> None:
@@ -93,10 +92,7 @@ def compare(
 
     models = list(_load_models(replace(options, model=(*(files or ()), *options.model))))
     if len(models) < 2:
-        raise UsageError(
-            "nothing to compare: give two models, A and B, or --backbone NAME with two of --head, --runtime or "
-            "--precision"
-        )
+        raise UsageError("nothing to compare: give two models, or --backbone and two of --head, --runtime, --precision")
     with progress("rounds") as advance:
         measured = (measure_comparison(models, batch, options, advance) for batch in options.batch)
         _deliver(itertools.chain.from_iterable(measured), options)
@@ -110,8 +106,11 @@ def pipeline(
     """Measure `infer` against the bare session: images per second with and without overlays, and time by stage."""
     from opal_deploy.bench.models import load_for_inference
     from opal_deploy.bench.pipeline import measure_pipeline
+    from opal_deploy.sources.discovery import check_inputs, discover
+    from opal_deploy.sources.image import Skipped
 
-    items = _find_items(images, options.limit)
+    check_inputs(images)
+    items = list(itertools.islice(discover(images, Skipped(), sys.stdin), options.limit))
     loaded = load_for_inference(model, options)
     with progress("repeats") as advance:
         measurement = measure_pipeline(loaded, items, options, advance)
@@ -196,14 +195,3 @@ def _write(measurement: Measurement, options: OutputOptions) -> None:
         append_measurement(options.out, measurement)
     if options.as_json:
         print_json_line(measurement.to_line())
-
-
-def _find_items(images: list[str], limit: int) -> list[InputImage]:
-    from opal_deploy.sources.discovery import check_inputs, discover
-    from opal_deploy.sources.image import Skipped
-
-    check_inputs(images)
-    items = list(itertools.islice(discover(images, Skipped(), sys.stdin), limit))
-    if not items:
-        raise UsageError("no images found")
-    return items

@@ -12,7 +12,6 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-from opal_deploy.logs import Advance as Advance
 from opal_deploy.logs import one_line as one_line
 from opal_deploy.logs import print_message as print_message
 from opal_deploy.logs import show_progress

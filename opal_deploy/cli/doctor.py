@@ -13,13 +13,7 @@ from opal_deploy.cli.console import print_json, print_message
 from opal_deploy.errors import UsageError
 from opal_deploy.runtime import devices
 from opal_deploy.runtime.devices import Driver
-from opal_deploy.runtime.diagnostics import (
-    NEVER_RUN,
-    RequiredDevice,
-    RuntimeStatus,
-    find_conflicts,
-    inspect_runtimes,
-)
+from opal_deploy.runtime.diagnostics import NEVER_RUN, RequiredDevice, RuntimeStatus, find_conflicts, inspect_runtimes
 
 
 def doctor(
@@ -64,9 +58,8 @@ def _explain_unusable(statuses: list[RuntimeStatus], device: RequiredDevice) -> 
 
 
 def _print(driver: Driver, statuses: list[RuntimeStatus], warnings: list[str]) -> None:
-    print_message(
-        f"opal-deploy {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-    )
+    system = f"{platform.system()} {platform.machine()}"
+    print_message(f"opal-deploy {__version__}, Python {platform.python_version()}, {system}")
     print_message("\nGPU")
     if driver.version:
         newest = ".".join(map(str, driver.cuda)) if driver.cuda else "unknown"

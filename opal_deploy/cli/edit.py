@@ -67,12 +67,11 @@ def _describe_suggested(model: Path, result: EditResult, options: EditOptions) -
     if suggested:
         chance = "" if effect.p_value < _CLEAR else "; chance explains that"
         yield f"Without {', '.join(suggested)}, the best choice on these images: {_format(effect)}{chance}"
-    else:
-        yield "No choice of the suspected slots makes more answers right, as where all images share a shortcut"
-        yield f"Without {', '.join(result.suspected)}: {_format(effect)}"
-    if suggested:
         yield f"Next: {shlex.join(options.repeat(model, suggested))}"
-    elif result.page is None:
+        return
+    yield "No choice of the suspected slots makes more answers right, as where all images share a shortcut"
+    yield f"Without {', '.join(result.suspected)}: {_format(effect)}"
+    if result.page is None:
         look = to_arguments(replace(options, page="slots.html"))
         yield f"Next, to look at them: {shlex.join(['opal-deploy', 'edit', str(model), *look])}"
     else:

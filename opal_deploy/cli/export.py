@@ -84,17 +84,14 @@ def _print_onnx(exported: ExportedOnnx) -> None:
     if metadata.unverified:
         print_message(f"NOT VERIFIED: {metadata.unverified}: its outputs were never compared with PyTorch's")
     if comparison is not None:
-        print_message(
-            f"Verified on {metadata.verification['image_set']}: largest differences: logit {comparison.max_logit:.2g}"
-            + _describe_evidence(comparison, metadata.precision)
-        )
+        evidence = _describe_evidence(comparison, metadata.precision)
+        images = metadata.verification["image_set"]
+        print_message(f"Verified on {images}: largest differences: logit {comparison.max_logit:.2g}{evidence}")
         if (resizing := metadata.verification.get("resizing")) is not None:
             equal = resizing["block_cells"] - resizing["block_cells_different"]
             cells = f"; {equal} of {resizing['block_cells']} cells equal" if resizing["block_cells"] else ""
-            print_message(
-                f"Resized in the graph instead of before it: largest difference of a logit {resizing['max_logit']:.2g}"
-                + cells
-            )
+            logit = f"{resizing['max_logit']:.2g}"
+            print_message(f"Resized in the graph instead of before it: largest difference of a logit {logit}{cells}")
     megabytes = exported.path.stat().st_size / 1e6
     print_message(f"Wrote {exported.path} ({megabytes:.1f} MB, {metadata.precision}, evidence {metadata.evidence})")
 
@@ -117,10 +114,11 @@ def _describe_evidence(comparison: Comparison, precision: str) -> str:
 
 def _print_engine(engine: ExportedEngine) -> None:
     sidecar = engine.sidecar
-    seconds = "" if engine.reused else f", built in {sidecar.built['seconds']:.1f} s"
-    print_message(
-        f"{'Kept' if engine.reused else 'Wrote'} {engine.path} ({sidecar.engine['bytes'] / 1e6:.1f} MB{seconds})"
-    )
+    megabytes = f"{sidecar.engine['bytes'] / 1e6:.1f} MB"
+    if engine.reused:
+        print_message(f"Kept {engine.path} ({megabytes})")
+    else:
+        print_message(f"Wrote {engine.path} ({megabytes}, built in {sidecar.built['seconds']:.1f} s)")
     passed = [check for check in read_checks(engine.path) if check.passed] if engine.reused else []
     if sidecar.state["state"] == "verified":
         print_message(f"  verified on {sidecar.state['machine']['gpu']}: it reproduces its test vectors")
@@ -128,18 +126,15 @@ def _print_engine(engine: ExportedEngine) -> None:
         print_message(f"  checked on {passed[-1].machine.get('gpu')} on {passed[-1].when[:10]}")
     else:
         print_message(
-            f"  unverified: never run on hardware; the first {sidecar.target['sm']} machine that loads it runs its "
-            "test vectors first"
+            f"  unverified: never run on hardware; {sidecar.target['sm']} machines first run its test vectors"
         )
 
 
 def _print_repository(repository: WrittenRepository) -> None:
     model = repository.model
     tensor, explain = (repository.folder / name for name in repository.models)
-    print_message(
-        f"Wrote {tensor} ({model.backend}, {model.metadata.precision}, batches up to {model.batch.max}) and "
-        f"{explain} (image files to records)"
-    )
+    print_message(f"Wrote {tensor} ({model.backend}, {model.metadata.precision}, batches up to {model.batch.max})")
+    print_message(f"Wrote {explain} (image files to records)")
     print_message(f"Next: tritonserver --model-repository={repository.folder.absolute()}")
 
 

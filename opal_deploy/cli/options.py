@@ -37,7 +37,8 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     makers: dict[str, Callable[..., Any]] = {}
     for parameter in inspect.signature(command).parameters.values():
         kind = hints[parameter.name]
-        declared = next((data for data in getattr(kind, "__metadata__", (kind,)) if _is_options(data)), None)
+        candidates = getattr(kind, "__metadata__", (kind,))
+        declared = next((item for item in candidates if isinstance(item, type) and issubclass(item, Options)), None)
         if declared is not None:
             classes[parameter.name], makers[parameter.name] = declared, declared if kind is declared else dict
             find_default = default_of if kind is declared else default_if_not_given
@@ -70,10 +71,6 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     )
     expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return expanded
-
-
-def _is_options(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Options)
 
 
 def _parse(field: str, option: Option, text: str) -> Any:

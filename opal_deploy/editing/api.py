@@ -40,12 +40,7 @@ _OF_DATA = ("dataset", "boxes", "annotations", "split")
 
 @dataclass(frozen=True, kw_only=True)
 class EditOptions(Options):
-    """Options of an edit.
-
-    Attributes:
-        log: receives the lines that the command prints.
-        progress: receives the number of images done and in all.
-    """
+    """Options of an edit."""
 
     drop: Annotated[
         Sequence[SlotName], Option("Slot to take out: CLASS/SLOT, such as Gull/2. Repeatable.", cli=list[str])
@@ -54,8 +49,7 @@ class EditOptions(Options):
     suggest: Annotated[bool, Option("List slots that look at the wrong thing. Needs --data.")] = False
     split: Annotated[Split, Option("Images of --data to measure on; keep the test images for the end.")] = "val"
     page: Annotated[
-        StrPath | None,
-        Option("HTML page to write: suggestions to try out, and images whose answer changes.", cli=Path),
+        StrPath | None, Option("HTML page to write: suggestions to try out, and images whose answer changes.", cli=Path)
     ] = None
     out: Annotated[StrPath | None, Option("Edited model to write.", default="none is written", cli=Path)] = None
     overwrite: Annotated[bool, Option("Replace --out or --page if it exists.")] = False
@@ -63,8 +57,7 @@ class EditOptions(Options):
     dataset: DatasetName = None
     boxes: CropToBoxes = True
     annotations: Annotated[
-        StrPath | None,
-        Option("COCO file with object boxes.", default="the data set's boxes or masks", cli=Path),
+        StrPath | None, Option("COCO file with object boxes.", default="the data set's boxes or masks", cli=Path)
     ] = None
     device: Device = "auto"
     threads: Threads = None
@@ -139,14 +132,14 @@ def edit_model(model: StrPath | Model, options: EditOptions) -> EditResult:
         measured = EvaluateOptions(**{name: getattr(options, name) for name in names})
         data = score_data(path, metadata, Path(options.data), measured)
         if drop:
-            effect = data.scores.compare(metadata.class_map, metadata.class_map.drop(drop))
+            effect = data.scores.drop(drop)
         if options.suggest:
             from opal_deploy.editing.suggestions import choose_drops, suggest_slots
 
             suggestions = suggest_slots(data)
             suspected, suggested = choose_drops(data, suggestions)
             if chosen := suggested or suspected:
-                suggested_effect = data.scores.compare(metadata.class_map, metadata.class_map.drop(chosen))
+                suggested_effect = data.scores.drop(chosen)
     out, page = (None if name is None else Path(name) for name in (options.out, options.page))
     edited = metadata
     if out is not None:
@@ -180,9 +173,7 @@ def _read_model(path: Path) -> tuple[ModelKind, Metadata]:
         require("torch", "train", "editing a checkpoint")
     metadata = read_model_metadata(path)
     if metadata.evidence != "exact":
-        raise UsageError(
-            f"{path}: its answers do not come from single cells (evidence {metadata.evidence}), so it has no slots"
-        )
+        raise UsageError(f"{path}: has no slots; expected evidence from single cells, found {metadata.evidence}")
     check_all_outputs(metadata, str(path), "`edit`")
     return kind, metadata
 
@@ -238,9 +229,8 @@ def _write(path: Path, kind: ModelKind, edited: Metadata, out: Path, options: Ed
         from opal_deploy.editing.onnx_edit import write_edited_onnx
         from opal_deploy.export.options import ExportOptions
 
-        write_edited_onnx(
-            path, edited, out, ExportOptions(threads=options.threads, overwrite=options.overwrite, log=options.log)
-        )
+        export_options = ExportOptions(threads=options.threads, overwrite=options.overwrite, log=options.log)
+        write_edited_onnx(path, edited, out, export_options)
         return
     from opal_deploy.model import checkpoint
 

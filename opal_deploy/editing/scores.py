@@ -31,12 +31,7 @@ from opal_deploy.runtime.select import open_sessions
 
 @dataclass(frozen=True)
 class Effect:
-    """The effect of a set of drops on the answers for N labelled images.
-
-    Attributes:
-        before, after: predicted classes, int64 [N].
-        labels: int64 [N].
-    """
+    """The effect of a set of drops on N labelled images: predicted classes before and after, and labels, int64 [N]."""
 
     before: NDArray[np.int64]
     after: NDArray[np.int64]
@@ -104,11 +99,12 @@ class Scores:
         """
         channels = parse_slots(slots, self.metadata, "try_drop")
         check_drops(channels, self.metadata)
-        return self.compare(self.metadata.class_map, self.metadata.class_map.drop(channels))
+        return self.drop(channels)
 
-    def compare(self, before: ClassMap, after: ClassMap) -> Effect:
-        """Return the effect of one map instead of another; the model itself has the slots of both."""
-        return Effect(self.predict(before), self.predict(after), self.labels)
+    def drop(self, channels: Sequence[int]) -> Effect:
+        """Return the effect of dropping more slots, given by their channels."""
+        class_map = self.metadata.class_map
+        return Effect(self.predict(class_map), self.predict(class_map.drop(channels)), self.labels)
 
     def try_each(
         self, class_map: ClassMap | None = None, among: Collection[int] | None = None

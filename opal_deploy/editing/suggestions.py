@@ -48,15 +48,11 @@ class Reason:
 class Suggestion:
     """A slot that looks at the wrong thing, a candidate for `--drop`.
 
-    Attributes:
-        channel: of the slot.
-        name: CLASS/SLOT.
-        reasons: at least one.
-        effect: of dropping this slot alone; None for its class's last slot, which cannot be dropped.
+    `effect` is that of dropping this slot alone; None for its class's last slot, which cannot be dropped.
     """
 
     channel: int
-    name: str
+    name: str  # CLASS/SLOT
     reasons: tuple[Reason, ...]
     effect: Effect | None
 

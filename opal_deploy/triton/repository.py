@@ -20,13 +20,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.predict.explain_tensors import EXPLAIN_SUFFIX
 from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.triton.explain_model import METADATA_FILE
-from opal_deploy.triton.model_config import (
-    MODEL_SHA256,
-    ONNX_BATCH,
-    TensorModel,
-    explain_config,
-    tensor_config,
-)
+from opal_deploy.triton.model_config import MODEL_SHA256, ONNX_BATCH, TensorModel, explain_config, tensor_config
 
 CONFIG = "config.pbtxt"
 _VERSION = "1"
@@ -111,36 +105,27 @@ class WrittenRepository:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document of `opal-deploy export --triton --json`."""
-        return {
-            "repository": str(self.folder),
-            "models": list(self.models),
-            "backend": self.model.backend,
-            "max_batch_size": self.model.batch.max,
-            MODEL_SHA256: self.model.sha256,
-        }
+        model = self.model
+        document = {"repository": str(self.folder), "models": list(self.models), "backend": model.backend}
+        return {**document, "max_batch_size": model.batch.max, MODEL_SHA256: model.sha256}
 
 
 def _read_tensor_model(path: Path) -> TensorModel:
     """Check a model file's digest, and return its description for Triton; see `Repository.write` for errors."""
     if model_kind(path) == "engine":
         sidecar = check_engine(path)
-        reasons = {
-            "is of TensorRT for RTX, which Triton does not run": sidecar.builder["name"] != "tensorrt",
-            f"has a smallest batch of {sidecar.batch.min}, and Triton sends single images": sidecar.batch.min > 1,
-        }
-        if problem := next((reason for reason, applies in reasons.items() if applies), ""):
+        if sidecar.builder["name"] != "tensorrt" or sidecar.batch.min > 1:
+            found = f"{sidecar.builder['name']} and batches from {sidecar.batch.min} found"
             advice = "give the ONNX file, or build an engine with --builder tensorrt and batches from 1"
-            raise UsageError(f"{path}: the engine {problem}; {advice}")
+            raise UsageError(f"{path}: Triton cannot serve the engine: {found}; {advice}")
         details = {"tensorrt": str(sidecar.builder["version"]), "target": str(sidecar.target["sm"])}
         return TensorModel("tensorrt", sidecar.batch, sidecar.metadata, str(sidecar.engine["sha256"]), details)
     metadata = onnx_file.read_metadata(path)
     onnx_file.check_digest(path, metadata)
     check_fixed_size(metadata, str(path), "Triton")
     if metadata.precision == "bf16":
-        raise UsageError(
-            f"{path}: ONNX Runtime has no bfloat16 convolutions; build an engine from it where Triton will run "
-            "(opal-deploy export --trt), or give the fp32 or fp16 file"
-        )
+        advice = "give the fp32 or fp16 file, or an engine (export --trt)"
+        raise UsageError(f"{path}: ONNX Runtime has no bfloat16 convolutions; {advice}")
     return TensorModel("onnxruntime", ONNX_BATCH, metadata, compute_sha256(path), {})
 
 

@@ -27,7 +27,7 @@ from typing import Any
 from PIL import Image
 
 from opal_deploy.artifact import onnx_file
-from opal_deploy.artifact.files import compute_sha256
+from opal_deploy.artifact.files import compute_sha256, write_json
 from opal_deploy.artifact.heads import MOST_LISTED
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import PER_IMAGE
@@ -65,8 +65,6 @@ _DEFAULT_ORT = Path("node_modules/onnxruntime-web")
 _KIND = "opal-web"
 _MODEL, _DOCUMENT, _PAGE = "model.onnx", "model.json", "index.html"
 _SCRIPTS = ("site.js", "model.js", "onnx.js", "pictures.js", "pixels.js", "worker.js", "crop.js")
-# beginning of the name of the folder in the site where new files are written first
-_STAGING = ".opal-web-"
 _EXAMPLES, _GENERATED = 6, 3
 
 
@@ -99,8 +97,7 @@ class Site:
 
     def _check_folder(self) -> None:
         try:
-            # an interrupted export leaves its staging folder
-            others = self.folder.exists() and [name for name in os.listdir(self.folder) if name[:10] != _STAGING]
+            others = self.folder.exists() and any(self.folder.iterdir())
         except OSError as error:
             raise self._unwritable(error) from None
         if others and not _read_manifest(self.folder):
@@ -126,9 +123,7 @@ class Site:
             # a link to a folder stays a link
             folder = self.folder.resolve()
             folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(f"{_STAGING}*"):
-                shutil.rmtree(left)
-            with tempfile.TemporaryDirectory(prefix=_STAGING, dir=folder) as staging:
+            with tempfile.TemporaryDirectory() as staging:
                 examples = self._write_files(Path(staging), model, metadata, described)
                 size = _replace_files(folder, Path(staging))
         except OSError as error:
@@ -272,15 +267,13 @@ def _replace_files(folder: Path, new: Path) -> int:
     size = sum((new / file).stat().st_size for file in files)
     document = json.loads((new / _DOCUMENT).read_text("utf-8"))
     # lists every file of both sites, even while they are moved
-    partial = new / "partial.json"
-    partial.write_text(json.dumps(document | {"files": [*files, *before]}), encoding="utf-8")
-    partial.replace(folder / _DOCUMENT)
+    write_json(folder / _DOCUMENT, document | {"files": [*files, *before]})
     for file in set(before) - {*files}:
         (folder / file).unlink(missing_ok=True)
     # the list of files comes last
     for file in sorted(files, key=lambda file: file == _DOCUMENT):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (new / file).replace(folder / file)
+        shutil.move(new / file, folder / file)
     return size
 
 
@@ -295,9 +288,7 @@ def _check_model(path: Path, metadata: Metadata) -> None:
     if missing := [name for name, has in wanted.items() if not has]:
         raise UsageError(f"{path}: --web needs a model with {', '.join(missing)}, and this has not; export it so")
     if not metadata.test_vectors:
-        raise ArtifactError(
-            f"{path}: the model has no test vectors, which the page needs to check the browser; export it again"
-        )
+        raise ArtifactError(f"{path}: has no test vectors, which the page needs to check the browser; export it again")
 
 
 def _served_name(name: str) -> str:

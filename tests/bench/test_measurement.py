@@ -37,14 +37,10 @@ def test_lines_are_appended(tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_nan_and_infinity_are_never_written(tmp_path, value):
+def test_other_files_are_not_written_to_and_nan_never(tmp_path):
     with pytest.raises(ValueError, match="JSON compliant"):
-        append_measurement(tmp_path / "lines.jsonl", replace(LINE, figures={"x": Figure(value, "ms")}))
-    assert not (tmp_path / "lines.jsonl").exists()
-
-
-def test_other_files_are_not_written_to(tmp_path):
+        append_measurement(tmp_path / "lines.jsonl", replace(LINE, figures={"x": Figure(math.nan, "ms")}))
+    assert not list(tmp_path.iterdir())
     model = tmp_path / "model.onnx"
     model.write_bytes(b"a model")
     for path in (model, model / "lines.jsonl"):

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from playwright.sync_api import sync_playwright
 
 import opal_deploy
 from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.synthetic import draw_example
-from tests.browser import CHROMIUM, ORT_WEB, needs_chromium, needs_ort_web
+from tests.browser import ORT_WEB, needs_ort_web, open_browser
 from tests.builders import build_checkpoint, export_onnx
 
 PAGE = (Path(__file__).parents[2] / "docs/howto/any-runtime.md").read_text("utf-8")
@@ -84,7 +83,6 @@ def test_cpp(folder):
 
 @pytest.mark.slow
 @pytest.mark.browser
-@needs_chromium
 @needs_ort_web
 def test_javascript(folder):
     (folder / "explain.mjs").write_text(program("javascript"))
@@ -95,12 +93,10 @@ def test_javascript(folder):
         own = folder / (name or "index.html")
         route.fulfill(path=own if own.is_file() else ORT_WEB / "dist" / name)
 
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with open_browser() as browser:
         page = browser.new_page()
         page.route("**", serve)
         page.goto("http://localhost/")
         page.locator("input").set_input_files(folder / "image.png")
         code = "async (input) => (await import('/explain.mjs')).explain(input.files[0])"
         check(page.locator("input").evaluate(code), folder)
-        browser.close()

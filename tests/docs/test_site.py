@@ -1,17 +1,16 @@
 """The documentation as `make docs` builds it, opened from disk in a real browser."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
+
+from tests.browser import needs_chromium, open_browser
 
 ROOT = Path(__file__).parents[2]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")]
+pytestmark = [pytest.mark.browser, needs_chromium]
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +25,7 @@ def site(tmp_path_factory):
 @pytest.fixture(scope="module")
 def open_page(site):
     """Opens a page of the site by its file, in a window of a width; nothing may be requested from a network."""
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with open_browser() as browser:
 
         def open_page(name, width):
             context = browser.new_context(viewport={"width": width, "height": 800}, offline=True)
@@ -38,7 +36,6 @@ def open_page(site):
             return page
 
         yield open_page
-        browser.close()
 
 
 @pytest.mark.parametrize("width", [1280, 390])

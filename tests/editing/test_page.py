@@ -3,24 +3,14 @@
 import itertools
 
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 from opal_deploy.editing.api import edit_model
-from tests.browser import CHROMIUM
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+from tests.browser import open_browser
 
 
 @pytest.mark.browser
-def test_ticking_slots_shows_the_accuracy_that_edit_reports(files, names, tmp_path, browser):
+def test_ticking_slots_shows_the_accuracy_that_edit_reports(files, names, tmp_path):
     page_file = tmp_path / "slots.html"
     keywords = {"data": files / "data", "split": "val", "device": "cpu", "threads": 1, "log": print}
     # class 1 has lost a slot, and another is ticked at first
@@ -37,7 +27,7 @@ def test_ticking_slots_shows_the_accuracy_that_edit_reports(files, names, tmp_pa
     edited = edit_model(tmp_path / "parent.pt", drop=drop, **keywords)
 
     problems = []
-    with browser.new_context(viewport={"width": 390, "height": 900}) as context:
+    with open_browser() as browser, browser.new_context(viewport={"width": 390, "height": 900}) as context:
         page = context.new_page()
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("console", lambda message: problems.append(message.text))

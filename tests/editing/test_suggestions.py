@@ -18,6 +18,18 @@ METADATA = Metadata(
 MIDDLE, CORNER, BORDER = 3 * 8 + 3, 0, 4
 
 
+def make_data(labels, scores, cells, annotation):
+    return ScoredData(
+        Scores(METADATA, scores, labels), cells, [Sample(Path("x"), label) for label in labels.tolist()],
+        [Geometry.whole(64, 64)] * IMAGES, Annotations([annotation] * IMAGES, "cells"), Path(),
+    )  # fmt: skip
+
+
+def find(data):
+    """Return the kinds of the reasons by slot."""
+    return {each.name: {reason.kind for reason in each.reasons} for each in suggest_slots(data)}
+
+
 def test_each_kind_of_shortcut_is_named_and_slots_on_the_object_are_left_alone():
     labels = np.repeat([0, 1], IMAGES // 2)
     scores = np.full((IMAGES, 8), 0.5, np.float32)
@@ -32,15 +44,8 @@ def test_each_kind_of_shortcut_is_named_and_slots_on_the_object_are_left_alone()
     cells[:, 5:] = [MIDDLE + 1, MIDDLE + 8, MIDDLE + 9]
     scores[: IMAGES // 2, 4:] = 0.2
     scores[: IMAGES // 2, 6] = 1.9
-    annotation = ImageAnnotation("a", ((16.0, 16.0, 48.0, 48.0),))
-    data = ScoredData(
-        Scores(METADATA, scores, labels), cells, [Sample(Path("x"), label) for label in labels.tolist()],
-        [Geometry.whole(64, 64)] * IMAGES, Annotations([annotation] * IMAGES, "cells"), Path(),
-    )  # fmt: skip
-    found = {each.name: {reason.kind for reason in each.reasons} for each in suggest_slots(data)}
-    assert found == {
-        "a/1": {"corner"}, "a/2": {"border", "object"}, "b/2": {"wrong"},
-    }  # fmt: skip
+    data = make_data(labels, scores, cells, ImageAnnotation("a", ((16.0, 16.0, 48.0, 48.0),)))
+    assert find(data) == {"a/1": {"corner"}, "a/2": {"border", "object"}, "b/2": {"wrong"}}
 
 
 def test_those_slots_are_suggested_without_which_most_answers_are_right():
@@ -57,22 +62,15 @@ def test_those_slots_are_suggested_without_which_most_answers_are_right():
 
 
 def _choose(labels, scores, cells):
-    data = ScoredData(
-        Scores(METADATA, scores, labels), cells, [Sample(Path("x"), label) for label in labels.tolist()],
-        [Geometry.whole(64, 64)] * IMAGES, Annotations([ImageAnnotation("a")] * IMAGES, "cells"), Path(),
-    )  # fmt: skip
+    data = make_data(labels, scores, cells, ImageAnnotation("a"))
     return choose_drops(data, suggest_slots(data))
 
 
 def test_slots_off_the_parts_of_cropped_images_are_suspected():
     cells = np.full((IMAGES, 8), MIDDLE, np.int32)
     cells[:, 2] += 2
-    part = Part(((16.0, 16.0, 40.0, 40.0),))
-    data = ScoredData(
-        Scores(METADATA, np.full((IMAGES, 8), 0.5, np.float32), np.zeros(IMAGES, np.int64)), cells,
-        [Sample(Path("x"), 0)] * IMAGES, [Geometry.whole(64, 64)] * IMAGES,
-        Annotations([ImageAnnotation("a", parts=(part,))] * IMAGES, "cells"), Path(),
-    )  # fmt: skip
-    found = {each.name: {reason.kind for reason in each.reasons} for each in suggest_slots(data)}
+    annotation = ImageAnnotation("a", parts=(Part(((16.0, 16.0, 40.0, 40.0),)),))
+    scores = np.full((IMAGES, 8), 0.5, np.float32)
+    found = find(make_data(np.zeros(IMAGES, np.int64), scores, cells, annotation))
     assert found["a/2"] == {"parts"}
     assert "parts" not in found.get("a/0", set())

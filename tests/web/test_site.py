@@ -14,7 +14,7 @@ import numpy as np
 import PIL
 import pytest
 from PIL import Image, ImageCms
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 import opal_deploy
 from opal_deploy.artifact import onnx_file
@@ -22,7 +22,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.records.lines import to_document
 from opal_deploy.records.record import to_record
 from opal_deploy.synthetic import example_images
-from tests.browser import AXE, CHROMIUM, ORT_WEB, find_violations, needs_chromium, needs_ort_web
+from tests.browser import AXE, ORT_WEB, find_violations, needs_chromium, needs_ort_web, open_browser
 from tests.builders import make_patches
 from tests.cli.calls import check
 from tests.export.test_other_heads import Theirs
@@ -31,8 +31,8 @@ from tests.records.test_schema import validator
 GOLDEN = Path(__file__).parents[1] / "golden"
 # a GPU and a camera of software
 FLAGS = (
-    "--no-sandbox --disable-background-networking --enable-unsafe-webgpu --use-webgpu-adapter=swiftshader "
-    "--use-fake-device-for-media-stream --use-fake-ui-for-media-stream"
+    "--enable-unsafe-webgpu --use-webgpu-adapter=swiftshader --use-fake-device-for-media-stream "
+    "--use-fake-ui-for-media-stream"
 )
 RESIZE = """async ([pixels, width, height]) => {
   const { resize } = await import("/pixels.js");
@@ -60,8 +60,7 @@ def visit():
         def log_message(self, *_):
             pass
 
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
+    with open_browser(*FLAGS.split()) as browser:
         elsewhere, servers = [], []
         expect.set_options(timeout=60_000)
 
@@ -84,7 +83,6 @@ def visit():
         for server in servers:
             server.shutdown()
             server.server_close()
-        browser.close()
 
 
 def ask(page, path):
