@@ -111,11 +111,7 @@ def _write_sheet(
 
 
 def _parse_output(images: Sequence[str], options: ExplainOptions) -> tuple[Path, bool]:
-    """Return the file of the only image's sheet and True, or the folder of several images' sheets and False.
-
-    Raises:
-        UsageError: the option contradicts the images, or the file is in the way.
-    """
+    """Return the only image's file and True, or the folder of several and False; UsageError if it does not fit."""
     single = len(images) == 1 and Path(images[0]).is_file() and not is_archive_name(images[0])
     if options.out is None and not single:
         return Path("sheets"), False

@@ -71,11 +71,7 @@ class Model:
         return partial(load, os.fspath(self), **self._opened_with), ()
 
     def __fspath__(self) -> str:
-        """Return the path of the model's file, so that functions which take a path take the model.
-
-        Raises:
-            UsageError: the model has no file.
-        """
+        """Return the path of the model's file, for functions that take a path; raise UsageError if it has none."""
         if self.path is None:
             raise UsageError("this model has no file; load one with opal_deploy.load")
         return str(self.path)

@@ -38,11 +38,7 @@ def serve(
 
 
 def parse_models(models: Sequence[str]) -> dict[str, Path]:
-    """Return the model files by name, of arguments FILE and NAME=FILE.
-
-    Raises:
-        UsageError: a name is invalid or given twice, or a model is a URL.
-    """
+    """Return the model files by name, of arguments FILE and NAME=FILE; UsageError for an invalid name or a URL."""
     paths: dict[str, Path] = {}
     for text in models:
         name, equals, file = text.partition("=")

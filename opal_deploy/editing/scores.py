@@ -179,11 +179,7 @@ class ScoredData:
 
 
 def score_data(path: Path, metadata: Metadata, data: Path, options: EvaluateOptions) -> ScoredData:
-    """Run the model on the data set's images.
-
-    Raises:
-        UsageError: the data set does not fit the model or the options, or an image cannot be used.
-    """
+    """Run the model on the data set's images; raise UsageError for a data set or an image that cannot be used."""
     inputs = read_inputs(data, path, metadata, options)
     session = open_sessions(path, device=options.device, threads=options.threads)[0]
     progress = as_progress(options.progress)

@@ -68,11 +68,7 @@ class ServeOptions(Decision):
 
 
 def read_token(path: StrPath | None) -> str | None:
-    """Return the token that clients must send, from a file or from OPAL_DEPLOY_TOKEN; None where neither is given.
-
-    Raises:
-        UsageError: the file cannot be read, or the token is not one line of printable ASCII.
-    """
+    """Return the token that clients must send, of a file or OPAL_DEPLOY_TOKEN, if any; UsageError for a bad one."""
     origin, token = TOKEN_VARIABLE, os.environ.get(TOKEN_VARIABLE)
     if path is not None:
         origin = f"--token-file {path}"

@@ -292,14 +292,12 @@ def draw_creature(
     in the same state differ only inside the boxes of their differing parts.
 
     Args:
-        species: the species.
-        rng: the source of everything else.
+        rng: the source of all that the species leaves open.
         size: (H, W) in pixels, each at least 32.
         hide: names of parts to leave out, everything else unchanged, to test a classifier without them.
         scene: the source of the background instead of `rng`, everything else unchanged.
 
-    Raises:
-        UsageError: the image is too small.
+    Raises UsageError for a smaller size.
     """
     check_size(size)
     background = draw_background(rng, size)

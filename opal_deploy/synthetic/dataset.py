@@ -155,10 +155,7 @@ def example_images(count: int, height: int, width: int) -> NDArray[np.uint8]:
     """Return creatures of different species in scenes of their own: uint8 [count, height, width, 3], RGB.
 
     The species repeat after `MAX_SPECIES` images. With the same versions of NumPy and Pillow, the same arguments give
-    the same images; image i does not depend on `count`.
-
-    Raises:
-        UsageError: a side is under 32 pixels.
+    the same images; image i does not depend on `count`. Raises UsageError for a side under 32 pixels.
     """
     images = [draw_example(number, height, width) for number in range(count)]
     return np.array(images, np.uint8).reshape(count, height, width, 3)

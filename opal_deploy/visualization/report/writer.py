@@ -111,14 +111,9 @@ class ReportWriter:
             self.close()
 
     @property
-    def full(self) -> bool:
-        """Whether further images are only counted, so that they need no overlays."""
-        return self._cards >= self._tables.limit
-
-    @property
     def embeds_images(self) -> bool:
-        """Whether `add` uses the next image's overlay."""
-        return self._image_mode == "embed" and not self.full
+        """Whether `add` uses the next image's overlay: beyond the limit, images are only counted."""
+        return self._image_mode == "embed" and self._cards < self._tables.limit
 
     def add(self, record: Record, overlay: Thumbnail | bytes | Image.Image | None) -> None:
         """Count a record and, up to the limit, show it.

@@ -72,10 +72,10 @@ def test_only_the_first_images_and_the_most_frequent_classes_are_shown_and_the_p
     tmp_path, make_record, monkeypatch
 ):
     monkeypatch.setattr(writer, "REPORT_LIMIT", 2)
-    fullness = []
+    embedding = []
     with ReportWriter(tmp_path / "report.html", ReportOptions()) as report:
         for i in range(1500):
-            fullness.append(report.full)
+            embedding.append(report.embeds_images)
             record = make_record(SIZE, image=f"{i:04}.jpg")
             # the later a class, the rarer
             answer = replace(record.prediction, class_id=i % 40, label=f"kind {i % 40}")
@@ -84,7 +84,7 @@ def test_only_the_first_images_and_the_most_frequent_classes_are_shown_and_the_p
             report.add(replace(BAD, image=f"bad{i}.jpg"), None)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert len(read_data(page, "index")) == 4, "two images, two failures"
-    assert fullness[:3] == [False, False, True]
+    assert embedding[:3] == [True, True, False]
     for part in (
         "Showing the first 2 of 1,500 answered images; results.jsonl has all.",
         "Showing the first 2; results.jsonl has all.",
