@@ -39,35 +39,23 @@ _CARD_SIDE = 560
 
 @dataclass(frozen=True)
 class ImageChange:
-    """The change of one image's record.
-
-    Attributes:
-        image, image_index: name and index in the record; None without an index.
-        kind: the largest change: `error` (from or to an error, or another error), `class`, `cell` of a slot (or slots
-            that only one record has, such as dropped ones), `contribution` of a slot or `margin` by more than the
-            tolerance (or another status).
-        before, after: label or error code.
-        status: such as `ok -> unknown`; None if it is the same.
-        moved: slots that moved; None if the classes differ or a model shows no cells.
-        slots: number of slots compared.
-        unmatched: number of slots that only one of the records has.
-        contribution: largest change of a slot's contribution; None if `moved` is.
-        margin: margin after minus before; None if a record has none.
-        image_changed: whether the image file differs.
-    """
+    """The change of one image's record."""
 
     image: str
     image_index: int | None
+    # the largest change: `error` (from or to an error, or another error), `class`, `cell` of a slot (or slots that only
+    # one record has, such as dropped ones), `contribution` of a slot or `margin` by more than the tolerance (or another
+    # status)
     kind: Kind
-    before: str
+    before: str  # label or error code
     after: str
-    status: str | None
-    moved: tuple[int, ...] | None
-    slots: int
-    unmatched: int
-    contribution: float | None
-    margin: float | None
-    image_changed: bool
+    status: str | None  # such as `ok -> unknown`; None if it is the same
+    moved: tuple[int, ...] | None  # slots that moved; None if the classes differ or a model shows no cells
+    slots: int  # number of slots compared
+    unmatched: int  # number of slots that only one of the records has
+    contribution: float | None  # largest change of a slot's contribution; None if `moved` is
+    margin: float | None  # margin after minus before; None if a record has none
+    image_changed: bool  # whether the image file differs
 
     def severity(self, margin_before: float) -> tuple[float, ...]:
         """Return a sort key, largest change first: by kind, changed classes by the margin of the old answer."""
@@ -165,8 +153,8 @@ def diff(before: StrPath, after: StrPath, options: DiffOptions) -> DiffReport:
     if not report.paired:
         raise UsageError(f"{before}, {after}: no image is in both; expected results of the same images")
     if options.out is not None:
-        names, root = (str(before), str(after)), Path(options.root)
-        write_diff(Path(options.out), report, names, root, overwrite=options.overwrite)
+        names = (str(before), str(after))
+        write_diff(Path(options.out), report, names, Path(options.root), overwrite=options.overwrite)
     return report
 
 
@@ -208,7 +196,9 @@ def compare_results(before: Records, after: Records, tolerance: float, keep: int
 
 def compare_records(old: Record, new: Record, tolerance: float) -> ImageChange:
     """Return the change between two records of an image."""
-    before, after = _label_or_code(old), _label_or_code(new)
+    before, after = (
+        record.error.code if isinstance(record, Failed) else record.prediction.label for record in (old, new)
+    )
     margins = [margin for margin in (_margin(old), _margin(new)) if margin is not None]
     margin = margins[1] - margins[0] if len(margins) == 2 else None
     status = None if old.status == new.status else f"{old.status} -> {new.status}"
@@ -239,10 +229,6 @@ def compare_records(old: Record, new: Record, tolerance: float) -> ImageChange:
         new.image or "", new.image_index, kind, before, after, status, moved, slots, unmatched, largest,
         margin, image_changed=None not in digests and digests[0] != digests[1],
     )  # fmt: skip
-
-
-def _label_or_code(record: Record) -> str:
-    return record.error.code if isinstance(record, Failed) else record.prediction.label
 
 
 def _margin(record: Record) -> float | None:

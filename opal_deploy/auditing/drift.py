@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -120,24 +120,23 @@ def find_drift(results: StrPath, options: DriftOptions) -> DriftReport:
         interpret(shifts),
     )  # fmt: skip
     if options.html is not None:
-        _write_page(Path(options.html), report, comparison, now, earlier, options)
+        _write_page(report, comparison, now, earlier, options)
     return report
 
 
 def _find_model(results: Path) -> Path:
     """Return the file in the working directory with the name that the run recorded for its model."""
-    model = read_run_options(results).get("model")
-    name = model.get("file") if isinstance(model, dict) else None
-    if not isinstance(name, str) or not Path(name).is_file():
-        raise UsageError(f"{results}: give the model that gave these results as --baseline MODEL")
-    return Path(name)
+    match read_run_options(results):
+        case {"model": {"file": str(name)}} if Path(name).is_file():
+            return Path(name)
+    raise UsageError(f"{results}: give the model that gave these results as --baseline MODEL")
 
 
 def _read_baseline(model: Path, metadata: Metadata) -> Baseline:
     if not metadata.is_opal:
         raise UsageError(
-            f"{model}: its records list only the strongest prototypes of a class (head {metadata.head_kind}), which no "
-            "baseline of all prototypes can be compared with; give --against earlier results"
+            f"{model}: records with head {metadata.head_kind} list only a class's strongest prototypes, and a baseline "
+            "all; give --against earlier results"
         )
     try:
         baseline = metadata.known_baseline
@@ -175,21 +174,13 @@ def _observe(results: Path, metadata: Metadata, sha256: str) -> ObservedRun:
 
 
 def _write_page(
-    page: Path,
-    report: DriftReport,
-    comparison: Comparison,
-    now: ObservedRun,
-    earlier: ObservedRun | None,
-    options: DriftOptions,
+    report: DriftReport, comparison: Comparison, now: ObservedRun, earlier: ObservedRun | None, options: DriftOptions
 ) -> None:
-    """Write the page of the strongest shifts; it needs no other file and no network.
+    """Write the page of the strongest shifts since the run `earlier` or, if None, the baseline.
 
-    Args:
-        earlier: the run that was compared with, if any.
-
-    Raises:
-        UsageError: the file cannot be written, or the results cannot be read again.
+    It needs no other file and no network. Raises UsageError if it cannot be written, or a run cannot be read again.
     """
+    assert options.html is not None
     shifts, root, names = report.shifts[:_SHOWN], Path(options.root), report.class_names
     after = _draw_examples(now, shifts, root, is_now=True)
     before = [[] for _ in shifts] if earlier is None else _draw_examples(earlier, shifts, root, is_now=False)
@@ -202,7 +193,7 @@ def _write_page(
     ]  # fmt: skip
     results = without_folders(str(now.path))
     text = render_page(__package__, "drift", report=report, results=results, earlier=earlier, sections=sections)
-    with atomic_write(page, replace=options.overwrite) as temporary:
+    with atomic_write(Path(options.html), replace=options.overwrite) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
@@ -216,16 +207,12 @@ def _draw_examples(run: ObservedRun, shifts: Sequence[Shift], root: Path, *, is_
     wanted = {row for rows in chosen for row in rows}
     answered = (record for record in read_records(run.path) if isinstance(record, Answered))
     records = {row: record for row, record in enumerate(answered) if row in wanted}
-    return [
-        list(_draw((records[row] for row in rows), root, shift.slot))
-        for shift, rows in zip(shifts, chosen, strict=True)
-    ]
-
-
-def _draw(records: Iterable[Answered], root: Path, slot: int | None) -> Iterator[Picture]:
-    """Yield the pictures of records, with the box of one slot, or of all; those that are not there are left out."""
-    for record in records:
-        if (photograph := load_photograph(record, root, _PICTURE_SIDE)) is not None:
-            slots = tuple(entry for entry in record.evidence if slot is None or entry.slot == slot)
-            draw_evidence(photograph, replace(record, evidence=slots))
-            yield Picture(embed_jpeg(photograph), record.image or "")
+    examples: list[list[Picture]] = [[] for _ in shifts]
+    for shift, rows, pictures in zip(shifts, chosen, examples, strict=True):
+        for record in map(records.__getitem__, rows):
+            # images that are gone or have changed are left out
+            if (photograph := load_photograph(record, root, _PICTURE_SIDE)) is not None:
+                slots = tuple(entry for entry in record.evidence if shift.slot in (None, entry.slot))
+                draw_evidence(photograph, replace(record, evidence=slots))
+                pictures.append(Picture(embed_jpeg(photograph), record.image or ""))
+    return examples

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +63,23 @@ def inspect(model: StrPath) -> Inspection:
     if kind is None:
         raise UsageError(f"{path}: expected .onnx, .engine, .pt or .pth")
     inspectors = {"onnx": _inspect_onnx, "engine": _inspect_engine, "checkpoint": _inspect_checkpoint}
-    return inspectors[kind](path)
+    file = f"{path} ({path.stat().st_size / 1e6:.1f} MB)"
+    return inspectors[kind](path, file)
 
 
-def _inspect_onnx(path: Path) -> Inspection:
+def _inspect_onnx(path: Path, file: str) -> Inspection:
     header, metadata = onnx_file.read_header(path), onnx_file.read_metadata(path)
     intact, state = _check_digest(lambda: onnx_file.check_digest(path, metadata))
-    document = {"path": str(path), "kind": "onnx", "opset": header.opset, "ir_version": header.ir_version}
+    document = {
+        "path": str(path), "kind": "onnx", "opset": header.opset, "ir_version": header.ir_version, "intact": intact,
+        "metadata": _count_test_vectors(metadata),
+    }  # fmt: skip
     lines = [
-        ("file", f"{path} ({path.stat().st_size / 1e6:.1f} MB), ONNX opset {header.opset}, IR {header.ir_version}"),
+        ("file", f"{file}, ONNX opset {header.opset}, IR {header.ir_version}"),
         ("digest", f"{metadata.file_sha256[:16]}... {state}"),
         *describe_metadata(metadata, path),
     ]
-    return Inspection({**document, "intact": intact, "metadata": _count_test_vectors(metadata)}, lines)
+    return Inspection(document, lines)
 
 
 def _check_digest(check: Callable[[], object]) -> tuple[bool, str]:
@@ -85,7 +90,7 @@ def _check_digest(check: Callable[[], object]) -> tuple[bool, str]:
     return True, "matches the file"
 
 
-def _inspect_engine(path: Path) -> Inspection:
+def _inspect_engine(path: Path, file: str) -> Inspection:
     sidecar = read_sidecar(path)
     intact, state = _check_digest(lambda: check_engine(path))
     metadata, checks = sidecar.metadata, read_checks(path)
@@ -97,7 +102,7 @@ def _inspect_engine(path: Path) -> Inspection:
         "metadata": _count_test_vectors(metadata), "checks": [asdict(check) for check in checks],
     }  # fmt: skip
     lines = [
-        ("file", f"{path} ({path.stat().st_size / 1e6:.1f} MB), an engine: executable code"),
+        ("file", f"{file}, an engine: executable code"),
         ("sha256", f"{sidecar.engine['sha256']} {state}"),
         ("built by", f"{builder['name']} {builder['version']} (CUDA {builder.get('cuda')}) in {built['seconds']} s, "
             f"{built['when']}, opal-deploy {built['opal_deploy']}"),
@@ -166,14 +171,9 @@ def describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
 
 
 def _list_measurements(
-    values: Mapping[str, Any],
-    risk: Mapping[str, Any],
-    path: Path,
-    input_size: tuple[int, int],
-    *,
-    exact: bool,
+    values: Mapping[str, Any], risk: Mapping[str, Any], path: Path, input_size: tuple[int, int], *, exact: bool,
     export_of: str | None = None,
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[tuple[str, str]]:  # fmt: skip
     """Yield the facts that metadata and checkpoints have under the same names: training, edits and measurements."""
     training = values.get("training") or {}
     if weights := training.get("weights"):
@@ -191,19 +191,14 @@ def _list_measurements(
         yield from list_evaluation(values.get("evaluation") or {}, path, export_of=export_of)
         baseline = Baseline.from_dict(values.get("baseline") or {})
         missing = "not measured; `opal-deploy evaluate DATA --model MODEL --split val --record` does"
-        yield from _number_first("baseline", [missing] if baseline is None else baseline.describe())
+        lines = [missing] if baseline is None else baseline.describe()
+        yield from zip_longest(["baseline"], lines, fillvalue="")
     field = ReceptiveField.from_dict(values.get("receptive_field") or {})
     missing = "receptive field not recorded; `opal-deploy evaluate` measures it for a checkpoint"
-    yield from _number_first("cells", [missing] if field is None else field.describe(input_size))
+    yield from zip_longest(["cells"], [missing] if field is None else field.describe(input_size), fillvalue="")
 
 
-def _number_first(name: str, values: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the values of one fact, the first one with its name."""
-    for number, value in enumerate(values):
-        yield name if number == 0 else "", value
-
-
-def _inspect_checkpoint(path: Path) -> Inspection:
+def _inspect_checkpoint(path: Path, file: str) -> Inspection:
     index = read_index(path)
     ours = index.get("format") == _OUR_FORMAT
     state = index.get("state_dict") if ours else index
@@ -211,15 +206,10 @@ def _inspect_checkpoint(path: Path) -> Inspection:
         raise _damaged(path)
     tensors = {key: value for key, value in state.items() if isinstance(value, TensorInfo)}
     parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
-    digest = compute_sha256(path)
-    document: dict[str, Any] = {
-        "path": str(path),
-        "kind": "checkpoint" if ours else "state dict",
-        "sha256": digest,
-        "parameters": parameters,
-        "tensors": {key: list(tensor.shape) for key, tensor in tensors.items()},
-    }
-    lines = [("file", f"{path} ({path.stat().st_size / 1e6:.1f} MB), sha256 {digest[:16]}...")]
+    kind, digest = "checkpoint" if ours else "state dict", compute_sha256(path)
+    document: dict[str, Any] = {"path": str(path), "kind": kind, "sha256": digest, "parameters": parameters}
+    document["tensors"] = {key: list(tensor.shape) for key, tensor in tensors.items()}
+    lines = [("file", f"{file}, sha256 {digest[:16]}...")]
     if ours:
         document |= {key: index.get(key) for key in _CHECKPOINT_KEYS}
         try:
@@ -241,8 +231,8 @@ def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, s
     config, metrics = index["config"], index.get("metrics") or {}
     head = config["head"]
     # `edit` below names the dropped slots
-    parts = [f"{name} {value}" for name, value in head.items() if name not in ("plain", "dropped")]
-    dropped = _count_dropped(head.get("dropped") or ())
+    parts = ", ".join(f"{name} {value}" for name, value in head.items() if name not in ("plain", "dropped"))
+    parts += _count_dropped(head.get("dropped") or ())
     cut = f", {'all layers' if config.get('keep_layers') else 'cut'} at stride {config.get('stride')}"
     cut = cut if config.get("stride") else ""
     # HeadConfig.evidence
@@ -250,7 +240,7 @@ def _describe_checkpoint(index: dict[str, Any], path: Path) -> list[tuple[str, s
     return [
         ("written by", f"opal-deploy {index.get('version')}"),
         ("network", f"{config['backbone']}, {config['num_classes']} classes, input {tuple(config['input_size'])}{cut}"),
-        ("head", "the network's own classifier" if head.get("plain") else ", ".join(parts) + dropped),
+        ("head", "the network's own classifier" if head.get("plain") else parts),
         ("classes", _list_names(index["class_names"])),
         ("metrics", _format_metrics(metrics)),
         *_list_measurements(index, metrics.get("val_risk") or {}, path, config["input_size"], exact=exact),

@@ -25,16 +25,8 @@ _NOT_COMPARED = re.compile(r"evidence\[\d+\]\.name|error\.message")
 _UNREADABLE = ("not_an_image", "truncated_image", "corrupt_image", "unsupported_image")
 # relative
 _BOX_TOLERANCE = 1e-6
-
-
-class _Absent(str):
-    """The value of a missing key, which JSON can hold."""
-
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-_ABSENT: Any = _Absent("nothing")
+# the value of a missing key, which JSON can hold
+_ABSENT = "nothing"
 
 
 @dataclass(frozen=True)

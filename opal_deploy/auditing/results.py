@@ -50,24 +50,21 @@ def find_results(path: StrPath) -> Path:
     return results
 
 
-def read_run(results: Path) -> dict[str, Any] | None:
-    """Return the document of the run.json next to a results.jsonl; None if there is none, or a damaged one."""
-    path = results.parent / RUN
+def read_run(results: Path) -> dict[str, Any]:
+    """Return the document of the run.json next to a results.jsonl; empty if there is none, or a damaged one."""
     try:
-        document = parse_json(path.read_bytes()) if path.is_file() else None
+        return _as_dict(parse_json((results.parent / RUN).read_bytes()))
     except OSError:
-        return None
-    return document if isinstance(document, dict) else None
+        return {}
 
 
 def read_run_options(results: Path) -> dict[str, Any]:
     """Return the options in the run.json next to a results.jsonl; empty without one."""
-    return _options_of(read_run(results))
+    return _as_dict(read_run(results).get("run"))
 
 
-def _options_of(document: dict[str, Any] | None) -> dict[str, Any]:
-    options = (document or {}).get("run")
-    return options if isinstance(options, dict) else {}
+def _as_dict(document: Any) -> dict[str, Any]:
+    return document if isinstance(document, dict) else {}
 
 
 def scan_lines(results: Path) -> Iterator[Line]:
@@ -149,15 +146,14 @@ class RunRecords:
             clauses about what is wrong with the run, and sentences about what was checked or could not be.
         """
         document = read_run(self.path)
-        if self.path.name != RESULTS or (document is None and not self._runs):
+        if self.path.name != RESULTS or not (document or self._runs):
             # an extract, or answers of `serve`
             unknown = f"Not checked: whether records are missing; it needs {RESULTS} with its {RUN}"
             return [], [] if keys is None else [unknown]
-        is_shard = _options_of(document).get("shard") is not None
+        is_shard = _as_dict(document.get("run")).get("shard") is not None
         if keys is not None and (fault := self._find_fault(document, keys)):
             return [f"{RUN}: {fault}", *self._compare_positions(None, is_shard=is_shard)], []
-        written = (document or {}).get("records")
-        written = written if isinstance(written, dict) else {}
+        written = _as_dict(document.get("records"))
         count = written.get("count")
         count = count if type(count) is int and 0 <= count <= _MOST else None
         faults = self._compare_positions(count, is_shard=is_shard)
@@ -169,9 +165,9 @@ class RunRecords:
             notes.append(f"{count:,} images were answered{early}, {self.count:,} records are here")
         return faults, notes
 
-    def _find_fault(self, document: dict[str, Any] | None, keys: PublicKeys) -> str:
+    def _find_fault(self, document: dict[str, Any], keys: PublicKeys) -> str:
         """Return what is wrong with the signature of run.json; empty if nothing is."""
-        if document is None:
+        if not document:
             return "it is missing or damaged"
         if fault := keys.find_fault(document):
             return fault

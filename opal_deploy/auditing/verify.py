@@ -86,7 +86,7 @@ def verify(target: StrPath, options: VerifyOptions) -> Verification:
     if model is not None:
         return _verify_results(path, Path(model), public_keys, options)
     report = verify_signatures(path, public_keys)
-    options.log("Not checked: whether a model gives these answers; give --model and, if they were moved, the images")
+    options.log("Not checked: whether a model gives these answers; give --model")
     return _conclude(path, report, {"model": None}, options)
 
 
@@ -95,9 +95,7 @@ def _verify_model(path: Path, options: VerifyOptions) -> Verification:
         raise ArtifactError(f"{path}: no such file; expected an exported model or results.jsonl")
     if model_kind(path) not in ("onnx", "engine"):
         raise UsageError(f"{path}: only exported models carry test vectors; export the checkpoint, then verify that")
-    expected, log = options.expect_sha256, options.log
-    sha256 = check_sha256(path, expected) if expected is not None else compute_sha256(path)
-    session = open_sessions(path, device=options.device, threads=options.threads, runtime=options.runtime)[0]
+    log, (session, sha256) = options.log, _open(path, options)
     comparison = verify_test_vectors(session, str(path))
     wide = ""
     if model_kind(path) == "onnx":
@@ -117,6 +115,13 @@ def _verify_model(path: Path, options: VerifyOptions) -> Verification:
     return Verification({"path": str(path), "sha256": sha256, "session": session.description, **comparison.to_dict()})
 
 
+def _open(model: Path, options: VerifyOptions) -> tuple[Session, str]:
+    """Return a session of a model, and the sha256 of its file, which must be the expected one."""
+    expected = options.expect_sha256
+    sha256 = compute_sha256(model) if expected is None else check_sha256(model, expected)
+    return open_sessions(model, device=options.device, threads=options.threads, runtime=options.runtime)[0], sha256
+
+
 def _verify_results(path: Path, model: Path, public_keys: PublicKeys | None, options: VerifyOptions) -> Verification:
     run = read_run_options(path)
     if options.boxes is None and run.get("boxes") is not None:
@@ -125,24 +130,16 @@ def _verify_results(path: Path, model: Path, public_keys: PublicKeys | None, opt
     seed = secrets.randbelow(2**32) if options.seed is None else options.seed
     total, lines = sample_lines(path, None if options.every else options.sample, seed)
     images = _list_images(path, options, lines, recursive=run.get("recursive") is not False)
-    session = open_sessions(model, device=options.device, threads=options.threads, runtime=options.runtime)[0]
-    expected = options.expect_sha256
-    sha256 = compute_sha256(model) if expected is None else check_sha256(model, expected)
+    session, sha256 = _open(model, options)
     inference = _inference_options(run, model, options, session)
     raise_pillow_limit(inference.max_pixels)
     which = "all records" if lines is None else f"{len(lines)} of {total} records (--seed {seed})"
     tolerance = Tolerance.for_model(session.metadata).describe()
     options.log(f"{path}: checking {which} with {model} in {session.description}, up to {tolerance}")
     progress, count = as_progress(options.progress), len(lines or ()) or total
-    check = CheckOptions(
-        sha256,
-        root=Path(options.root),
-        images=images,
-        # whatever the run's --box-confidence was: a record names its box
-        boxes=read_boxes(Path(options.boxes), confidence=0) if options.boxes else None,
-        public_keys=public_keys,
-        inference=inference,
-    )
+    # whatever the run's --box-confidence was: a record names its box
+    boxes = read_boxes(Path(options.boxes), confidence=0) if options.boxes else None
+    check = CheckOptions(sha256, Path(options.root), images, boxes, public_keys, inference)
     report = verify_records(path, session, check, lines, lambda done: progress(done, count, ""))
     document = {"model": str(model), "model_sha256": sha256, "session": session.description}
     return _conclude(path, report, {**document, "seed": None if lines is None else seed}, options)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -16,7 +18,7 @@ from opal_deploy.errors import ImageError
 from opal_deploy.predict.executor import predict_stream
 from opal_deploy.predict.prepare import File, InferenceOptions, read_file
 from opal_deploy.records.lines import to_document
-from opal_deploy.records.record import Failed, Record
+from opal_deploy.records.record import Answered, Failed, Record
 from opal_deploy.records.run_files import overlay_name
 from opal_deploy.records.signatures import PublicKeys
 from opal_deploy.runtime.session import Session
@@ -34,18 +36,14 @@ _MAX_FINDINGS = 100
 
 @dataclass(frozen=True)
 class Finding:
-    """A record that differs from what was computed, or has no valid signature, by its line in the file, from 1.
+    """A record that differs from what was computed, or has no valid signature."""
 
-    `image` is None for a line that is not a record; `why` is the reason if fields were not compared; `signature` says
-    what is wrong with the signature; `checked` is False if the image could not be read.
-    """
-
-    line: int
-    image: str | None
+    line: int  # in the file, from 1
+    image: str | None  # None for a line that is not a record
     differences: Sequence[FieldDifference] = ()
-    why: str = ""
-    signature: str = ""
-    checked: bool = True
+    why: str = ""  # the reason if fields were not compared
+    signature: str = ""  # what is wrong with the signature
+    checked: bool = True  # False if the image could not be read
 
     def __str__(self) -> str:
         """Return the finding in one line."""
@@ -55,35 +53,25 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the finding for JSON."""
-        differences = [vars(difference) for difference in self.differences]
-        return {**vars(self), "why": self.why or None, "signature": self.signature or None, "differences": differences}
+        return {**asdict(self), "why": self.why or None, "signature": self.signature or None}
 
 
 @dataclass
 class RecordsReport:
-    """The outcome of `verify_records`, in numbers of records.
+    """The outcome of `verify_records`, in numbers of records."""
 
-    Attributes:
-        records: all lines of the file.
-        checked: computed again.
-        different: records that differ, and lines that are not records.
-        not_checked: records whose image cannot be read, so that nothing is known of them.
-        signatures_valid, signatures_bad: of all records, if public keys were given.
-        signatures_unchecked: signed records, if no public key was given.
-        run_faults, run_notes: see `RunRecords.check`.
-        findings: the first differences.
-    """
-
-    records: int = 0
-    checked: int = 0
-    different: int = 0
-    not_checked: int = 0
+    records: int = 0  # all lines of the file
+    checked: int = 0  # computed again
+    different: int = 0  # records that differ, and lines that are not records
+    not_checked: int = 0  # records whose image cannot be read, so that nothing is known of them
+    # of all records, if public keys were given
     signatures_valid: int = 0
     signatures_bad: int = 0
-    signatures_unchecked: int = 0
+    signatures_unchecked: int = 0  # signed records, if no public key was given
+    # see `RunRecords.check`
     run_faults: list[str] = field(default_factory=list)
     run_notes: list[str] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)  # the first differences
 
     def add(self, finding: Finding) -> None:
         """Count a finding, and keep it if it is one of the first."""
@@ -131,19 +119,13 @@ def _hash(item: InputImage) -> str | None:
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """The run whose records are checked: its model file and crops, and how it prepared images.
-
-    Attributes:
-        root: the folder that image names are relative to.
-        images: the given images; others are looked up below `root`.
-        public_keys: keys whose signatures are accepted; None: signatures are not checked.
-    """
+    """The run whose records are checked: its model file and crops, and how it prepared images."""
 
     model_sha256: str
-    root: Path = Path()
-    images: GivenImages = field(default_factory=GivenImages)
+    root: Path = Path()  # the folder that image names are relative to
+    images: GivenImages = field(default_factory=GivenImages)  # others are looked up below `root`
     boxes: Crops | None = None
-    public_keys: PublicKeys | None = None
+    public_keys: PublicKeys | None = None  # None: signatures are not checked
     inference: InferenceOptions = field(default_factory=InferenceOptions)
 
 
@@ -164,17 +146,16 @@ def verify_records(
 ) -> RecordsReport:
     """Compute the records of some lines (None: all) again and compare them, in order.
 
-    The signatures of all records are checked, and all records with run.json; see `RunRecords` for the memory.
-
-    `progress` is called with the number of records checked.
+    The signatures of all records are checked, and all records with run.json. `progress` is called with the number of
+    records checked.
 
     Raises:
         UsageError: the file cannot be read.
         StoppedEarly: the device was lost.
     """
-    inference, report, run = check.inference, RecordsReport(), RunRecords(path)
+    report, run = RecordsReport(), RunRecords(path)
     # all classes that the model lists, so that any class in a record can be compared
-    options = replace(inference, top=session.metadata.max_top, model_sha256=check.model_sha256)
+    options = replace(check.inference, top=session.metadata.max_top, model_sha256=check.model_sha256)
     pending: deque[_Recorded] = deque()
 
     def requests() -> Iterator[InputImage]:
@@ -193,11 +174,7 @@ def verify_records(
 
 
 def verify_signatures(path: Path, public_keys: PublicKeys | None) -> RecordsReport:
-    """Check the signatures of all records, and the records with run.json, without the model and the images.
-
-    Raises:
-        UsageError: the file cannot be read.
-    """
+    """Check the signatures of all records, and the records with run.json; raise UsageError if they cannot be read."""
     report, run = RecordsReport(), RunRecords(path)
     for _ in _select_records(run, frozenset(), public_keys, report):
         pass
@@ -282,12 +259,8 @@ def _compare(line: _Recorded, computed: Record, session: Session, check: CheckOp
         digest = FieldDifference("image_sha256", recorded.image_sha256, computed.image_sha256)
         return replace(finding, why="the image differs from the one that was explained", differences=(digest,))
     differences = diff_records(line.document, to_document(computed), Tolerance.for_model(session.metadata))
-    return replace(finding, differences=[*differences, *_compare_overlay(line.number, recorded)])
-
-
-def _compare_overlay(number: int, recorded: Record) -> list[FieldDifference]:
-    """Return whether a record names an overlay that is not its own: somebody else's would be shown next to it."""
-    if isinstance(recorded, Failed):
-        return []
-    expected = overlay_name(number - 1, recorded.image)
-    return [] if recorded.overlay in (None, expected) else [FieldDifference("overlay", recorded.overlay, expected)]
+    if isinstance(recorded, Answered) and recorded.overlay is not None:
+        # somebody else's overlay would be shown next to it
+        own = overlay_name(line.number - 1, recorded.image)
+        differences += [FieldDifference("overlay", recorded.overlay, own)] * (recorded.overlay != own)
+    return replace(finding, differences=differences)

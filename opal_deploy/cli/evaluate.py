@@ -23,10 +23,10 @@ def evaluate(
 
     Takes checkpoints and exported models; the difference of both shows what deployment costs.
     """
-    from opal_deploy.evaluation.api import run_evaluation
+    from opal_deploy.evaluation.api import evaluate_model
 
     with progress("evaluating") as advance:
-        result = run_evaluation(model, data, replace(options, log=print_line, progress=advance))
+        result = evaluate_model(model, data, **replace(options, log=print_line, progress=advance).keywords())
     if as_json:
         print_json(result.to_dict())
     if result.left_out:

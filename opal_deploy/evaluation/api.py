@@ -26,11 +26,6 @@ def evaluate_model(model: StrPath | Model, data: StrPath, options: EvaluateOptio
         MissingExtra: PyTorch or scikit-learn is not installed, or Captum where Grad-CAM is measured.
         UsageError: data, model and options do not fit together, or an image cannot be used.
     """
-    return run_evaluation(model, data, options)
-
-
-def run_evaluation(model: StrPath | Model, data: StrPath, options: EvaluateOptions) -> ModelEvaluation:
-    """Check what is installed, then measure the model; see `evaluate_model`."""
     for package, pip_name in (("torch", None), ("sklearn", "scikit-learn")):
         require(package, "train", "evaluation", pip_name=pip_name)
     from opal_deploy.evaluation.measure import measure_model

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from opal_deploy.api.options import AtlasOptions
 from opal_deploy.artifact.files import atomic_write, check_output
-from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.patches import Patches
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.errors import UsageError
@@ -30,12 +29,6 @@ class CreatedAtlas:
     patches: Patches
 
 
-def check_slots(metadata: Metadata, path: Path) -> None:
-    """Raise UsageError for a model without slots."""
-    if metadata.evidence != "exact":
-        raise UsageError(f"{path}: has no slots (evidence {metadata.evidence}); expected a head with anchors")
-
-
 @keywords(AtlasOptions)
 def create_atlas(model: StrPath | None, options: AtlasOptions) -> CreatedAtlas:
     """Write a page with the patches of training images in which each slot of a model was strongest.
@@ -49,16 +42,15 @@ def create_atlas(model: StrPath | None, options: AtlasOptions) -> CreatedAtlas:
     path = Path(model) if model is not None else setup.find_default_model(options.device, log=options.log)
     out = Path(options.out)
     check_output("--out", out, [".html"], inputs=[str(path)], overwrite=options.overwrite)
+    metadata = read_model_metadata(path)
+    if metadata.evidence != "exact":
+        raise UsageError(f"{path}: has no slots (evidence {metadata.evidence}); expected a head with anchors")
     if options.data is None:
-        metadata = read_model_metadata(path)
-        check_slots(metadata, path)
         patches = metadata.known_patches
         if patches is None:
             raise UsageError(f"{path}: keeps no patches of training images; give the data set: opal-deploy atlas DATA")
     else:
         session = open_sessions(path, device=options.device, threads=options.threads)[0]
-        metadata = session.metadata
-        check_slots(metadata, path)
         dataset = read_dataset(Path(options.data), options.dataset, needs_validation=lambda _: options.split == "val")
         samples = getattr(dataset, options.split)
         check_classes(path, list(metadata.class_names), dataset)

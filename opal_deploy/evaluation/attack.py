@@ -27,7 +27,7 @@ from opal_deploy.datasets.samples import Sample
 from opal_deploy.evaluation.metrics import Figures, Mean, format_rows, mean_with_interval
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.session import photographs
-from opal_deploy.logs import Progress, no_progress
+from opal_deploy.logs import as_progress
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.session import ImageBatch
 
@@ -66,12 +66,17 @@ class Attack(Figures):
 
 @dataclass(frozen=True)
 class _Answer:
-    """A network's answers to n images, and the cells of their evidence."""
+    """A network's outputs for n images, and the cells of their evidence."""
 
+    outputs: Any  # of the head
     classes: Tensor  # int64 [n], predicted
     channels: Tensor  # int64 [n, k], of the slots in the answer, the strongest first
     listed: Tensor  # bool [n, k], whether there is such a slot
     cells: Tensor  # int64 [n, k], flat cells of the evidence
+
+    def mean_over_slots(self, values: Tensor) -> Tensor:
+        """Return the mean of values [n, k] over the slots in each answer: [n]."""
+        return (values * self.listed).sum(1) / self.listed.sum(1)
 
 
 class Attacker:
@@ -102,19 +107,16 @@ class Attacker:
             indices: of the images in the split, on which their random changes depend.
         """
         clean = torch.from_numpy(images).permute(0, 3, 1, 2).float().to(self._device)
-        with torch.no_grad():
-            before = self._explain(clean)
-        answer, measured = self._find_answer(before), {}
+        drawn = [
+            np.random.default_rng((*_STREAM, index)).integers(-LEVELS, LEVELS + 1, clean.shape[1:]) for index in indices
+        ]
+        noise = torch.from_numpy(np.stack(drawn)).to(self._device)
+        answer, measured = self._find_answer(clean), {}
         for region, free in self._find_regions(answer).items():
             has_some = free.flatten(1).any(1)
-            drawn = [
-                np.random.default_rng((*_STREAM, index)).integers(-LEVELS, LEVELS + 1, clean.shape[1:])
-                for index in indices
-            ]
-            noisy = (clean + torch.from_numpy(np.stack(drawn)).to(self._device) * free).clamp(0, 255)
-            attacked = self._descend(clean, self._objective(before, answer), noisy, free, answer)
-            for method, changed in ((NOISE, noisy), (PGD, attacked)):
-                figures = self._compare(before, changed, answer) | {"area": free.flatten(1).float().mean(1)}
+            noisy = (clean + noise * free).clamp(0, 255)
+            for method, changed in ((NOISE, noisy), (PGD, self._descend(clean, noisy, free, answer))):
+                figures = self._compare(changed, answer) | {"area": free.flatten(1).float().mean(1)}
                 measured[region, method] = {
                     name: values[has_some].double().cpu().numpy() for name, values in figures.items()
                 }
@@ -124,12 +126,14 @@ class Attacker:
         """Return the head's outputs for pixels 0 ... 255, float32 [n, 3, H0, W0]."""
         return self._network.explain((pixels / 255 - self._mean) / self._std)
 
-    def _find_answer(self, before: Any) -> _Answer:
-        classes = before.logits.argmax(1)
+    def _find_answer(self, clean: Tensor) -> _Answer:
+        with torch.no_grad():
+            outputs = self._explain(clean)
+        classes = outputs.logits.argmax(1)
         predicted = classes.cpu().numpy()
         metadata, class_map = self._metadata, self._metadata.class_map
         kept = class_map.kept[predicted]
-        values = class_map.take(find_values(before.scores.cpu().numpy(), metadata), predicted)
+        values = class_map.take(find_values(outputs.scores.cpu().numpy(), metadata), predicted)
         if metadata.is_opal:
             slots = np.argsort(np.where(kept, -values, np.inf), axis=1, kind="stable")
             listed = np.take_along_axis(kept, slots, axis=1)
@@ -139,8 +143,8 @@ class Attacker:
             slots, listed = find_strongest(parts, kept & (parts > 0))
         table = np.take_along_axis(class_map.channel_table[predicted], slots, axis=1)
         channels = torch.from_numpy(table).to(self._device)
-        cells = before.argmax.long().gather(1, channels)
-        return _Answer(classes, channels, torch.from_numpy(listed).to(self._device), cells)
+        cells = outputs.argmax.long().gather(1, channels)
+        return _Answer(outputs, classes, channels, torch.from_numpy(listed).to(self._device), cells)
 
     def _find_regions(self, answer: _Answer) -> dict[str, Tensor]:
         """Return the pixels that may change, bool [n, 1, H0, W0], by region."""
@@ -152,13 +156,14 @@ class Attacker:
             regions[FIELD] = _outside(low, low + field.effective, answer.listed, input_size)
         return regions
 
-    def _descend(self, clean: Tensor, lowest: Tensor, start: Tensor, free: Tensor, answer: _Answer) -> Tensor:
-        """Return the images with the lowest objective: clean ones, which have `lowest`, or some of PGD from `start`."""
+    def _descend(self, clean: Tensor, start: Tensor, free: Tensor, answer: _Answer) -> Tensor:
+        """Return the images with the lowest mean of the answer's scores: clean ones, or some of PGD from `start`."""
         change, step, best = start - clean, LEVELS / 4, clean
+        lowest = answer.mean_over_slots(answer.outputs.scores.gather(1, answer.channels))
         for number in range(STEPS + 1):
             pixels = (clean + change).clamp(0, 255).round().requires_grad_()
             with torch.enable_grad():
-                objective = self._objective(self._explain(pixels), answer)
+                objective = answer.mean_over_slots(self._explain(pixels).scores.gather(1, answer.channels))
                 (gradient,) = torch.autograd.grad(objective.sum(), pixels)
             better = objective.detach() < lowest
             best = torch.where(better[:, None, None, None], pixels.detach(), best)
@@ -167,22 +172,16 @@ class Attacker:
                 change = (change - step * gradient.sign()).clamp(-LEVELS, LEVELS) * free
         return best
 
-    def _objective(self, outputs: Any, answer: _Answer) -> Tensor:
-        """Return what PGD minimises, the mean of the answer's scores: [n]."""
-        scores = outputs.scores.gather(1, answer.channels) * answer.listed
-        objective: Tensor = scores.sum(1) / answer.listed.sum(1)
-        return objective
-
-    def _compare(self, before: Any, changed: Tensor, answer: _Answer) -> dict[str, Tensor]:
+    def _compare(self, changed: Tensor, answer: _Answer) -> dict[str, Tensor]:
         with torch.no_grad():
             after = self._explain(changed)
-        figures = {"kept": after.logits.argmax(1) == answer.classes}
         strongest = answer.channels[:, :1]
-        old, new = (outputs.scores.gather(1, strongest)[:, 0] for outputs in (before, after))
-        figures["score_drop"] = (old - new) / old.abs().clamp_min(1e-12)
-        cells = after.argmax.long().gather(1, answer.channels)
-        figures["cells_moved"] = ((cells != answer.cells) & answer.listed).sum(1) / answer.listed.sum(1)
-        return figures
+        old, new = (outputs.scores.gather(1, strongest)[:, 0] for outputs in (answer.outputs, after))
+        return {
+            "kept": after.logits.argmax(1) == answer.classes,
+            "score_drop": (old - new) / old.abs().clamp_min(1e-12),
+            "cells_moved": answer.mean_over_slots(after.argmax.long().gather(1, answer.channels) != answer.cells),
+        }
 
 
 def outside_boxes(cells: Tensor, listed: Tensor, input_size: tuple[int, int], grid: CellGrid, margin: int) -> Tensor:
@@ -211,24 +210,15 @@ def _outside(low: Tensor, high: Tensor, listed: Tensor, input_size: tuple[int, i
 
 
 def measure_attack(
-    network: OpalNetwork,
-    metadata: Metadata,
-    samples: Sequence[Sample],
-    chosen: Sequence[int],
-    options: EvaluateOptions,
-    *,
-    field: ReceptiveField | None = None,
-    progress: Progress = no_progress,
-) -> Attack:
-    """Attack the images of some samples; see this module and `Attacker`.
-
-    `chosen`: indices of the samples that are measured.
-    """
+    network: OpalNetwork, metadata: Metadata, samples: Sequence[Sample], chosen: Sequence[int],
+    field: ReceptiveField | None, options: EvaluateOptions,
+) -> Attack:  # fmt: skip
+    """Attack the images of the samples with the indices `chosen`; see this module and `Attacker`."""
     attacker = Attacker(network, metadata, options.attack_margin, field)
     measured: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for images in photographs(
         lambda pixels: None, samples, metadata.input_size, chosen=chosen, boxes=options.boxes, batch=_BATCH,
-        progress=progress, note="attacking",
+        progress=as_progress(options.progress), note="attacking",
     ):  # fmt: skip
         for key, figures in attacker.measure(images.pixels, images.indices).items():
             measured.setdefault(key, []).append(figures)

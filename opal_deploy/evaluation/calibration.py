@@ -8,7 +8,6 @@ and fitted temperatures are far below 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +23,6 @@ MIN_IMAGES = 50
 # the temperatures among which the best is sought
 _LOWEST, _HIGHEST = 1e-4, 1e4
 _SIMULATIONS = 1_000
-# values drawn at a time, which bounds the memory with many images
-_MAX_DRAWN = 1 << 21
 
 
 def fit_temperature(logits: FloatArray, labels: NDArray[np.int64]) -> float | None:
@@ -147,23 +144,18 @@ def evaluate_calibration(
         fit: fit a temperature if the model has none; the model must not have been trained on these images.
     """
     temperature = metadata.temperature
-    return CalibrationFigures(
-        len(labels),
-        float((logits.argmax(axis=1) == labels).mean()),
-        measure_calibration(logits, labels, 1.0),
-        None if temperature is None else measure_calibration(logits, labels, temperature),
-        calibrate(logits, labels) if fit and temperature is None else None,
-    )
+    calibrated = None if temperature is None else measure_calibration(logits, labels, temperature)
+    fitted = calibrate(logits, labels) if fit and temperature is None else None
+    accuracy = float((logits.argmax(axis=1) == labels).mean())
+    return CalibrationFigures(len(labels), accuracy, measure_calibration(logits, labels, 1.0), calibrated, fitted)
 
 
-def format_calibration(figures: CalibrationFigures, metadata: Metadata) -> Iterator[str]:
-    """Yield the calibration of a model in a line or two."""
-    error = figures.calibrated
-    if error is None:
+def format_calibration(figures: CalibrationFigures, metadata: Metadata) -> str:
+    """Return the calibration of a model as a line."""
+    if (error := figures.calibrated) is None:
         why = describe_calibration(metadata.calibration) if figures.fitted is None else figures.fitted.describe()
-        yield f"calibration: {why}"
-        return
-    yield (
+        return f"calibration: {why}"
+    return (
         f"expected calibration error {error.ece:.1%} (perfectly calibrated: {error.ece_perfect:.1%}); mean probability "
         f"{error.mean_probability:.1%}, accuracy {figures.accuracy:.1%} on {figures.images:,} images"
     )
@@ -180,8 +172,10 @@ def _compute_probabilities(
     return predicted, float((gaps / temperature - np.log(predicted)).mean())
 
 
-def expected_calibration_error(probabilities: DoubleArray, correct: NDArray[np.bool_], num_bins: int = NUM_BINS) -> Any:
-    """Return the expected calibration error with bins of equal mass, 0 ... 1: a float, or float64 [...].
+def expected_calibration_error(
+    probabilities: DoubleArray, correct: NDArray[np.bool_], num_bins: int = NUM_BINS
+) -> float:
+    """Return the expected calibration error with bins of equal mass, 0 ... 1.
 
     The N images are sorted by the probability of their predicted class and cut into `num_bins` bins of equal size (the
     last ones may have one image less); ECE = sum over bins of n_b / N * |mean probability - accuracy|.
@@ -189,17 +183,12 @@ def expected_calibration_error(probabilities: DoubleArray, correct: NDArray[np.b
     AISTATS 2022); neither scikit-learn nor torchmetrics has them.
 
     Args:
-        probabilities: [..., N].
-        correct: bool [..., N], whether the prediction is the label.
+        probabilities: [N].
+        correct: bool [N], whether the prediction is the label.
     """
-    order = np.argsort(probabilities, axis=-1, kind="stable")
-    gaps = np.take_along_axis(probabilities - correct, order, axis=-1)
-    images = gaps.shape[-1]
-    bins = min(num_bins, images)
-    # as numpy.array_split cuts: the first bins have one image more
-    sizes = images // bins + (np.arange(bins) < images % bins)
-    error = np.abs(np.add.reduceat(gaps, np.cumsum(sizes) - sizes, axis=-1)).sum(axis=-1) / images
-    return float(error) if error.ndim == 0 else error
+    gaps = (probabilities - correct)[np.argsort(probabilities, kind="stable")]
+    first = [rows[0] for rows in np.array_split(np.arange(len(gaps)), min(num_bins, len(gaps)))]
+    return float(np.abs(np.add.reduceat(gaps, first)).sum() / len(gaps))
 
 
 def perfect_calibration_error(probabilities: DoubleArray) -> float:
@@ -208,9 +197,6 @@ def perfect_calibration_error(probabilities: DoubleArray) -> float:
     Simulates each prediction as correct with its own probability, 1,000 times, from a generator with a fixed seed. The
     result is above 0: the accuracy within a bin of n images deviates by chance.
     """
-    sizes, generator, errors = np.sort(probabilities), np.random.default_rng(0), []
-    step = max(_MAX_DRAWN // len(sizes), 1)
-    for first in range(0, _SIMULATIONS, step):
-        correct = generator.random((min(step, _SIMULATIONS - first), len(sizes))) < sizes
-        errors.append(expected_calibration_error(np.broadcast_to(sizes, correct.shape), correct))
-    return float(np.concatenate(errors).mean())
+    ordered, generator = np.sort(probabilities), np.random.default_rng(0)
+    draws = (generator.random(len(ordered)) < ordered for _ in range(_SIMULATIONS))
+    return float(np.mean([expected_calibration_error(ordered, correct) for correct in draws]))

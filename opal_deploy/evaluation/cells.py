@@ -50,8 +50,8 @@ def sum_by_cell(class_id: int, outputs: Outputs, row: int, metadata: Metadata) -
 
     Slots that share a cell add up. For the Euclidean head this is the slots' `contribution`.
     """
-    if outputs.scores is None or outputs.argmax is None:
-        raise ValueError("a model without slots has no cells")
+    assert outputs.scores is not None  # evidence is exact
+    assert outputs.argmax is not None
     channels, slots = metadata.class_map.channels(class_id), metadata.class_map.slots(class_id)
     z = find_values(outputs.scores[row : row + 1], metadata)[0, channels]
     parts = z * metadata.class_map.weights[class_id, slots]
@@ -63,14 +63,9 @@ def sum_by_cell(class_id: int, outputs: Outputs, row: int, metadata: Metadata) -
 
 
 def build_rankings(
-    outputs: Outputs,
-    row: int,
-    metadata: Metadata,
-    foreground: NDArray[np.bool_],
-    *,
-    index: int,
+    outputs: Outputs, row: int, metadata: Metadata, foreground: NDArray[np.bool_], *, index: int,
     heat_map: NDArray[np.float32] | None = None,
-) -> dict[str, tuple[int, ...]]:
+) -> dict[str, tuple[int, ...]]:  # fmt: skip
     """Return the cells of image `row` of a batch in the order of their removal, by ranking; empty ones are left out.
 
     `contribution` holds the d different cells of the predicted class's slots, the others at most d. `random` draws from
@@ -134,22 +129,6 @@ def replace_cells(image: ImageArray, replacement: ImageArray, cells: frozenset[i
 def measure_receptive_field(network: OpalNetwork, samples: list[Sample], *, boxes: bool = True) -> ReceptiveField:
     """Return the theoretical field of a network's cells and, for `exact` evidence, the effective one.
 
-    Args:
-        network: trained; left in evaluation mode.
-        samples: at least one; up to 16 of them are used, evenly over the classes.
-    """
-    field = compute_receptive_field(network.backbone, network.config.input_size)
-    if network.config.head.evidence != "exact":
-        return field
-    chosen = choose_samples(samples, _IMAGES)
-    return measure_effective_field(
-        network, load_pixels(samples, network.config.input_size, chosen=chosen, boxes=boxes), field
-    )
-
-
-def measure_effective_field(network: OpalNetwork, images: NDArray[np.uint8], field: ReceptiveField) -> ReceptiveField:
-    """Return `field` with the effective receptive field of a trained network, measured on images.
-
     For each image and each slot of its predicted class, the gradient of the slot's score at its cell with respect to
     the normalised input is squared, summed over colours, and divided by its sum over pixels, so that all slots of all
     images have equal weight. `effective_offset` is the mean centroid of these shares, over slots, images and both axes,
@@ -157,12 +136,17 @@ def measure_effective_field(network: OpalNetwork, images: NDArray[np.uint8], fie
     whole pixels around that centre in which the mean of the shares reaches 90 %; it may reach beyond the image, where
     there is no energy.
 
-    `images`: uint8 [n, H0, W0, 3] of the network's input size, n at least 1.
+    Args:
+        network: trained; left in evaluation mode.
+        samples: at least one; up to 16 of them are used, evenly over the classes.
+        boxes: crop images to the samples' boxes.
     """
-    network.eval()
-    device = next(network.parameters()).device
-    config = network.config
-    height, width = config.input_size
+    device, config = next(network.eval().parameters()).device, network.config
+    field, (height, width) = compute_receptive_field(network.backbone, config.input_size), config.input_size
+    if config.head.evidence != "exact":
+        return field
+    chosen = choose_samples(samples, _IMAGES)
+    images = load_pixels(samples, config.input_size, chosen=chosen, boxes=boxes)
     rows, cols, shares = [], [], []
     for first in range(0, len(images), _BATCH):
         pixels = torch.from_numpy(normalise(images[first : first + _BATCH], config.mean, config.std)).to(device)
@@ -196,8 +180,8 @@ def _score_gradients(network: OpalNetwork, pixels: Tensor) -> Iterator[tuple[Ten
     """Yield each slot's cells, int64 [n], and its gradients' energy, float64 [n, H0, W0] of any scale, for n images."""
     with torch.enable_grad():
         outputs = network.explain(pixels)
-        if outputs.attention is None or outputs.argmax is None:
-            raise ValueError("a network without slots has no scores")
+        assert outputs.attention is not None  # evidence is exact
+        assert outputs.argmax is not None
         table = torch.from_numpy(network.config.class_map.channel_table).to(pixels.device)
         by_slot = table[outputs.logits.argmax(1)].T  # [m, n]
         rows = torch.arange(len(pixels))

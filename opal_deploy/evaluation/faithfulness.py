@@ -20,22 +20,13 @@ from opal_deploy.artifact.heads import find_totals
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
-from opal_deploy.evaluation.cells import (
-    CONTRIBUTION,
-    GRAD_CAM,
-    RANDOM,
-    RANKINGS,
-    GradCam,
-    ImageArray,
-    blur_image,
-    build_rankings,
-    replace_cells,
-)
+from opal_deploy.evaluation import cells
+from opal_deploy.evaluation.cells import CONTRIBUTION, GRAD_CAM, RANDOM, RANKINGS, GradCam, ImageArray
 from opal_deploy.evaluation.inputs import Annotations
 from opal_deploy.evaluation.metrics import Figures, Mean, format_columns, mean_with_interval
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.session import Photographs, photographs
-from opal_deploy.logs import Progress, no_progress
+from opal_deploy.logs import as_progress
 from opal_deploy.runtime.session import Session
 
 # images measured together: each takes dozens of passes, which fill batches of their own
@@ -96,15 +87,9 @@ class Faithfulness(Figures):
 
 
 def measure_faithfulness(
-    session: Session,
-    samples: Sequence[Sample],
-    chosen: Sequence[int],
-    annotations: Annotations,
-    options: EvaluateOptions,
-    *,
-    heat_map: GradCam | None = None,
-    progress: Progress = no_progress,
-) -> Faithfulness:
+    session: Session, samples: Sequence[Sample], chosen: Sequence[int], annotations: Annotations,
+    options: EvaluateOptions, heat_map: GradCam | None = None,
+) -> Faithfulness:  # fmt: skip
     """Measure deletion curves of one model and its controls.
 
     Args:
@@ -119,21 +104,21 @@ def measure_faithfulness(
     curves: list[dict[str, Curve]] = []
     for images in photographs(
         lambda pixels: _run(session, pixels, options.batch), samples, metadata.input_size, chosen=chosen,
-        annotations=annotations, boxes=options.boxes, batch=min(options.batch, _IMAGES_TOGETHER), progress=progress,
-        note="removing cells",
+        annotations=annotations, boxes=options.boxes, batch=min(options.batch, _IMAGES_TOGETHER),
+        progress=as_progress(options.progress), note="removing cells",
     ):  # fmt: skip
         curves += _measure_curves(session, images, options, heat_map)
     unavailable = {} if heat_map is not None else {GRAD_CAM: NO_GRADIENTS}
     if without := sum(RANDOM not in by_ranking for by_ranking in curves):
         unavailable[RANDOM] = f"{without} of {len(curves)} images left out: all their foreground cells are evidence"
-    cells = float(np.mean([len(by_ranking[CONTRIBUTION].deletion) - 1 for by_ranking in curves]))
+    different = float(np.mean([len(by_ranking[CONTRIBUTION].deletion) - 1 for by_ranking in curves]))
     rankings = [
         _summarize(name, pairs, slots)
         for name in RANKINGS
         if (pairs := [(by_ranking[name], by_ranking[CONTRIBUTION]) for by_ranking in curves if name in by_ranking])
     ]
     control = f"random {annotations.foreground}"
-    return Faithfulness(len(curves), len(samples), slots, cells, control, rankings, unavailable)
+    return Faithfulness(len(curves), len(samples), slots, different, control, rankings, unavailable)
 
 
 def _run(session: Session, images: Iterable[ImageArray], batch: int) -> Outputs:
@@ -157,37 +142,32 @@ def _measure_curves(
     metadata, grid, outputs = session.metadata, session.metadata.cells, images.outputs
     predicted = outputs.logits.argmax(axis=1)
     heat_maps = [None] * len(predicted) if heat_map is None else heat_map(images.pixels, predicted)
-    rankings = [
-        build_rankings(outputs, row, metadata, known.foreground(geometry, grid), index=index, heat_map=heat)
-        for row, (index, geometry, known, heat) in enumerate(
-            zip(images.indices, images.geometries, images.annotations, heat_maps, strict=True)
-        )
-    ]
-
-    def list_removed(cells: tuple[int, ...]) -> list[frozenset[int]]:
-        return [frozenset(cells[:k]) for k in range(len(cells) + 1)]
-
-    # equal sets of removed cells run once
-    steps = dict.fromkeys(
-        (row, removed)
-        for row, ranking in enumerate(rankings)
-        for cells in ranking.values()
-        for removed in list_removed(cells)
-    )
-    blurred = [blur_image(pixels, grid) for pixels in images.pixels]
-    changed = (replace_cells(images.pixels[row], blurred[row], removed, grid) for row, removed in steps)
+    # per image and ranking, the sets of removed cells
+    steps = []
+    for row, (index, geometry, known) in enumerate(
+        zip(images.indices, images.geometries, images.annotations, strict=True)
+    ):
+        foreground = known.foreground(geometry, grid)
+        ranked = cells.build_rankings(outputs, row, metadata, foreground, index=index, heat_map=heat_maps[row])
+        steps.append({
+            name: [(row, frozenset(order[:k])) for k in range(len(order) + 1)] for name, order in ranked.items()
+        })  # fmt: skip
+    # equal ones run once
+    runs = list(dict.fromkeys(step for by_ranking in steps for taken in by_ranking.values() for step in taken))
+    blurred = [cells.blur_image(pixels, grid) for pixels in images.pixels]
+    changed = (cells.replace_cells(images.pixels[row], blurred[row], removed, grid) for row, removed in runs)
     perturbed = _run(session, changed, options.batch)
-    if perturbed.scores is None:
-        raise ValueError("a model without slots has no cosines")
-    classes = predicted[[row for row, _ in steps]]
-    cosines = find_totals(perturbed.scores, metadata)[np.arange(len(classes)), classes].tolist()
-    results = dict(zip(steps, zip(cosines, perturbed.logits.argmax(axis=1) == classes, strict=True), strict=True))
-
-    def build_curve(row: int, cells: tuple[int, ...]) -> Curve:
-        steps_taken = [results[row, removed] for removed in list_removed(cells)]
-        return Curve(np.array([cosine for cosine, _ in steps_taken]), bool(steps_taken[-1][1]))
-
-    return [{name: build_curve(row, cells) for name, cells in ranking.items()} for row, ranking in enumerate(rankings)]
+    assert perturbed.scores is not None  # evidence is exact
+    classes = predicted[[row for row, _ in runs]]
+    cosines = dict(zip(runs, find_totals(perturbed.scores, metadata)[np.arange(len(classes)), classes], strict=True))
+    kept = dict(zip(runs, (perturbed.logits.argmax(axis=1) == classes).tolist(), strict=True))
+    return [
+        {
+            name: Curve(np.array([cosines[step] for step in taken]), kept[taken[-1]])
+            for name, taken in by_ranking.items()
+        }
+        for by_ranking in steps
+    ]
 
 
 def _summarize(ranking: str, pairs: Sequence[tuple[Curve, Curve]], steps: int) -> RankingFigures:
@@ -197,12 +177,11 @@ def _summarize(ranking: str, pairs: Sequence[tuple[Curve, Curve]], steps: int) -
         np.array([curve.summarize(length) for curve, length in zip(curves, lengths, strict=True)])  # [images, 2]
         for curves in zip(*pairs, strict=True)
     )
-    advantage = None
-    if ranking != CONTRIBUTION:
-        advantage = Advantage(*map(mean_with_interval, ((evidence - figures) * [-1, 1]).T))
+    lead = (evidence - figures) * [-1, 1]
+    advantage = None if ranking == CONTRIBUTION else Advantage(*map(mean_with_interval, lead.T))
     padded = [np.pad(curve.deletion, (0, steps + 1 - len(curve.deletion)), mode="edge") for curve, _ in pairs]
-    deletion = [float(cosine) for cosine in np.mean(padded, axis=0)]
     kept = float(np.mean([curve.class_kept for curve, _ in pairs]))
+    deletion = np.mean(padded, axis=0).tolist()
     area, drop = map(mean_with_interval, figures.T)
     return RankingFigures(FILL, ranking, len(pairs), deletion, area, drop, kept, advantage)
 
@@ -218,14 +197,9 @@ def format_faithfulness(measured: Faithfulness) -> Iterator[str]:
     rows = [["", "deletion", "drop", "kept", "evidence better by: deletion", "drop"]]
     for row in measured.rankings:
         means = (f"{mean.mean:.3f}" for mean in (row.deletion_area, row.drop))
-        gains = ["", ""]
-        if row.advantage is not None:
-            gains = [_interval(gain) for gain in (row.advantage.deletion_area, row.advantage.drop)]
+        leads = () if row.advantage is None else (row.advantage.deletion_area, row.advantage.drop)
+        gains = [f"{lead.mean:+.3f} [{lead.low:+.3f}, {lead.high:+.3f}]" for lead in leads] or ["", ""]
         rows.append([row.ranking, *means, f"{row.class_kept:.0%}", *gains])
     yield from format_columns(rows)
     yield "deletion: area under the cosine's curve; drop, kept: cosine and class with all cells removed"
     yield "better by: paired per image, same number of cells; positive where the evidence wins; 95 % bootstrap interval"
-
-
-def _interval(mean: Mean) -> str:
-    return f"{mean.mean:+.3f} [{mean.low:+.3f}, {mean.high:+.3f}]"

@@ -30,6 +30,7 @@ from opal_deploy.options import flag_of
 from opal_deploy.preprocess.geometry import Box, Geometry
 from opal_deploy.sources.annotations import read_objects
 from opal_deploy.synthetic import Annotation, read_annotations
+from opal_deploy.synthetic.creatures import MAX_SPECIES, list_species
 from opal_deploy.synthetic.dataset import PARTS_FILE
 
 Points = NDArray[np.float64]
@@ -62,11 +63,6 @@ class ImageAnnotation:
     def has_object(self) -> bool:
         """Whether the object's place is known."""
         return self.mask is not None or bool(self.boxes)
-
-    @property
-    def distinguishing(self) -> NDArray[np.bool_]:
-        """Whether each part is known to be distinguishing, bool [Q]."""
-        return np.array([bool(part.distinguishing) for part in self.parts], np.bool_)
 
     def in_object(self, points: Points) -> NDArray[np.bool_]:
         """Return which of P points lie in the object, bool [P]; none if no object is known."""
@@ -107,22 +103,10 @@ class Annotations:
     foreground: str  # describes the cells of `ImageAnnotation.foreground`: "cells of the annotated boxes"
     part_rule: str = ""
 
-    def select(self, indices: Sequence[int]) -> Annotations:
-        """Return the annotations of some images."""
-        return replace(self, images=[self.images[index] for index in indices])
-
     @property
     def known(self) -> bool:
         """Whether any image has an annotated object or parts."""
         return any(image.has_object or image.parts for image in self.images)
-
-
-def has_creatures(data: DataSet) -> bool:
-    """Return whether `data` is a generated data set, which has a parts file in its folder."""
-    try:
-        return (data.root / PARTS_FILE).is_file()
-    except OSError:
-        return False
 
 
 def annotate(
@@ -138,7 +122,7 @@ def annotate(
     Raises:
         UsageError: the part annotations or the file of objects are damaged, or lack the samples.
     """
-    if parts and has_creatures(data):
+    if parts and (data.root / PARTS_FILE).is_file():
         known = annotate_creatures(_match_creatures(data, samples))
     else:
         places = [sample.object_box if boxes else sample.box for sample in samples]
@@ -239,12 +223,11 @@ def read_inputs(
     trained_on_all = (metadata.training.get("data") or {}).get("val") == 0
     # classes with a few images cannot be split
     needs_validation = options.split == "val" or (options.split == "train" and not trained_on_all)
-    data_set = read_dataset(
-        data, options.dataset,
-        needs_validation=lambda _: needs_validation, progress=as_progress(options.progress),
-    )  # fmt: skip
+    progress = as_progress(options.progress)
+    data_set = read_dataset(data, options.dataset, needs_validation=lambda _: needs_validation, progress=progress)
     options.log(f"read as {data_set.describe()}")
-    data_set = _leave_out_damaged(data_set, as_progress(options.progress)) if whole else data_set
+    if whole:
+        data_set = _leave_out_damaged(data_set, progress)
     samples = data_set.select(options.split)
     if not samples:
         raise UsageError(
@@ -252,20 +235,23 @@ def read_inputs(
             "none was used in training, or --split val for those that `train` sets aside"
         )
     check_classes(path, list(metadata.class_names), data_set)
-    crop_mismatch = describe_crop_mismatch(path, metadata.crop, data_set, boxes=options.boxes)
-    known = f"{path} was trained on all images of a data set, perhaps on these; `inspect` has its answers out of fold"
-    known = known if trained_on_all and data_set.whole is not None else ""
-    for line in filter(None, (*data_set.warnings, crop_mismatch, known)):
+    warnings = [*data_set.warnings]
+    if metadata.crop != (measured := data_set.crop if options.boxes else None):
+        names = ["images cropped to boxes" if crop else "whole images" for crop in (metadata.crop, measured)]
+        warnings.append(f"{path} was trained on {names[0]} but is measured on {names[1]}; see --boxes and --no-boxes")
+    if trained_on_all and data_set.whole is not None:
+        warnings.append(
+            f"{path} was trained on all images of a data set, perhaps on these; `inspect` has its answers out of fold"
+        )
+    for line in warnings:
         options.log(WarningLine(f"warning: {line}"))
-    if options.interventions and not has_creatures(data_set):
+    species = {kind.name for kind in list_species(MAX_SPECIES)}
+    if options.interventions and not species.issuperset(data_set.class_names):
         raise UsageError(f"{data_set.root}: --interventions draws creatures; it needs a generated data set (`demo`)")
     objects = None if options.annotations is None else Path(options.annotations)
-    return EvaluationInputs(
-        data_set,
-        samples,
-        cub.read_parts(data_set.root, samples) if options.parts and cub.has_parts(data_set) else None,
-        annotate(data_set, samples, boxes=options.boxes, parts=options.parts, objects=objects),
-    )
+    annotations = annotate(data_set, samples, boxes=options.boxes, parts=options.parts, objects=objects)
+    locations = cub.read_parts(data_set.root, samples) if options.parts and cub.has_parts(data_set) else None
+    return EvaluationInputs(data_set, samples, locations, annotations)
 
 
 def _leave_out_damaged(data: DataSet, progress: Progress) -> DataSet:
@@ -300,8 +286,7 @@ def check_model(path: Path, metadata: Metadata, options: EvaluateOptions) -> Non
             raise UsageError(
                 f"{path}: no single cell is its evidence (evidence {metadata.evidence}); leave {flag_of(name)} out"
             )
-    for name in ("attack_outside", "randomise"):
-        if getattr(options, name) and not is_checkpoint:
+        if getattr(options, name) and name in ("attack_outside", "randomise") and not is_checkpoint:
             raise UsageError(f"{path}: {flag_of(name)} needs the checkpoint that it was exported from")
     if is_checkpoint and (options.interventions or options.faithfulness):
         require("captum", "evaluate", "Grad-CAM")
@@ -319,14 +304,5 @@ def check_classes(path: Path, class_names: list[str], data_set: DataSet) -> None
             raise UsageError(
                 f"{path} knows {pluralize(len(class_names), 'class', 'classes')}, {data_set.root} has "
                 f"{len(data_set.class_names)}: number {number} is {model_name!r} in the model and {data_name!r} in the "
-                "data set; they must be the same, in the same order; give the data set that the model was trained on"
+                "data set; give the data set that the model was trained on"
             )
-
-
-def describe_crop_mismatch(path: Path, trained: str | None, data_set: DataSet, *, boxes: bool) -> str:
-    """Return a warning that images are cropped differently than in training; else nothing."""
-    measured = data_set.crop if boxes else None
-    if trained == measured:
-        return ""
-    names = ["images cropped to boxes" if crop else "whole images" for crop in (trained, measured)]
-    return f"{path} was trained on {names[0]} but is measured on {names[1]}; see --boxes and --no-boxes"

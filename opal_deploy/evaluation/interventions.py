@@ -12,7 +12,6 @@ The importance of a part to an explanation is the sum of its cells whose centre 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,14 +24,13 @@ from torch.optim.swa_utils import update_bn
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import Sample
-from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.cells import GradCam, sum_by_cell
 from opal_deploy.evaluation.inputs import Annotations
 from opal_deploy.evaluation.metrics import Figures, Mean, format_cell, format_rows, mean_with_interval
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.pointing import Share, play_pointing_game
 from opal_deploy.evaluation.session import evaluate_session, load_pixels
-from opal_deploy.logs import Progress, no_progress
+from opal_deploy.logs import as_progress
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.predict.prepare import InferenceOptions, Pixels, prepare
 from opal_deploy.preprocess.geometry import Geometry
@@ -40,7 +38,7 @@ from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.session import Session
 from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.sources.image import InputImage
-from opal_deploy.synthetic.creatures import VARIANTS, Creature, Species, draw_creature, list_species
+from opal_deploy.synthetic.creatures import MAX_SPECIES, VARIANTS, Creature, draw_creature, list_species
 
 NOTHING, HEAD = "nothing", "the head"
 EVIDENCE, GRAD_CAM = "evidence", "Grad-CAM"
@@ -73,12 +71,7 @@ class Randomisation(Figures):
 
 
 def measure_randomisation(
-    loaded: Checkpoint,
-    samples: Sequence[Sample],
-    annotations: Annotations,
-    options: EvaluateOptions,
-    *,
-    progress: Progress = no_progress,
+    loaded: Checkpoint, samples: Sequence[Sample], annotations: Annotations, options: EvaluateOptions
 ) -> Randomisation:
     """Measure the evidence of a network on samples while its weights are shuffled; see this module.
 
@@ -107,7 +100,7 @@ def measure_randomisation(
         game = play_pointing_game(result, annotations, metadata, correct_only=False)
         shares = (None, None) if game is None else (game.object, game.part)
         stages.append(Stage(name, result.metrics.accuracy, mean_with_interval(same), *shares))
-        progress(number + 1, len(groups), "shuffling weights")
+        as_progress(options.progress)(number + 1, len(groups), "shuffling weights")
     return Randomisation(len(samples), stages)
 
 
@@ -160,25 +153,18 @@ class Interventions(Figures):
 
 
 def measure_interventions(
-    session: Session,
-    size: tuple[int, int],
-    images: int,
-    *,
-    heat_map: GradCam | None = None,
-    progress: Progress = no_progress,
+    session: Session, size: tuple[int, int], options: EvaluateOptions, heat_map: GradCam | None = None
 ) -> Interventions:
     """Draw creatures of the model's species with parts left out, and measure its evidence; see this module.
 
     Args:
-        session: of a model whose classes are the species of a generated data set, and whose evidence is single cells.
+        session: of a model whose classes are species of `list_species`, and whose evidence is single cells.
         size: (H, W) of the drawn images, as in training.
         heat_map: Grad-CAM, measured as a control.
-
-    Raises:
-        UsageError: the classes are not a generated data set's.
     """
-    metadata = session.metadata
-    kinds = _list_kinds(metadata)
+    metadata, images = session.metadata, options.limit
+    by_name = {kind.name: kind for kind in list_species(MAX_SPECIES)}
+    kinds = [by_name[name] for name in metadata.class_names]
     measured: dict[str, list[float]] = {}
     correct, same = [], []
     changes: list[dict[str, Any]]
@@ -207,7 +193,7 @@ def measure_interventions(
             relevances[GRAD_CAM] = np.maximum(heat_map(pixels[:1], answers[:1])[0], 0, dtype=np.float64)
         for name, relevance in relevances.items():
             measured.setdefault(name, []).append(rank_correlation(on_parts @ relevance, drops))
-        progress(number + 1, images, "taking parts away")
+        as_progress(options.progress)(number + 1, images, "taking parts away")
     explained = [Explained(name, mean_with_interval(values)) for name, values in measured.items()]
     return Interventions(images, float(np.mean(correct)), mean_with_interval(same), explained)
 
@@ -219,17 +205,6 @@ def _prepare(creatures: Sequence[Creature], metadata: Metadata) -> tuple[Pixels,
     geometry = ready[0].geometry
     assert geometry is not None  # drawn images are readable
     return np.stack([image.pixels for image in ready if image.pixels is not None]), geometry
-
-
-def _list_kinds(metadata: Metadata) -> tuple[Species, ...]:
-    names = tuple(metadata.class_names)
-    with contextlib.suppress(UsageError):
-        kinds = list_species(len(names))
-        if names == tuple(kind.name for kind in kinds):
-            return kinds
-    raise UsageError(
-        f"--interventions draws the creatures of `opal-deploy demo`; the classes are {', '.join(names[:3])}, ..."
-    )
 
 
 def rank_correlation(first: NDArray[Any], second: NDArray[Any]) -> float:

@@ -8,37 +8,26 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from opal_deploy.api.model import Model
 from opal_deploy.artifact.baseline import Baseline
 from opal_deploy.artifact.files import model_kind
 from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.datasets.samples import DataSet, pluralize
+from opal_deploy.datasets.samples import DataSet, describe_never_predicted, pluralize
 from opal_deploy.errors import UsageError
+from opal_deploy.evaluation import interventions, record
 from opal_deploy.evaluation.attack import Attack, format_attack, measure_attack
 from opal_deploy.evaluation.calibration import CalibrationFigures, evaluate_calibration, format_calibration
 from opal_deploy.evaluation.cells import GradCam, measure_receptive_field
 from opal_deploy.evaluation.faithfulness import Faithfulness, format_faithfulness, measure_faithfulness
 from opal_deploy.evaluation.inputs import EvaluationInputs, check_model, has_validation_images, read_inputs
-from opal_deploy.evaluation.interventions import (
-    Interventions,
-    Randomisation,
-    format_interventions,
-    format_randomisation,
-    measure_interventions,
-    measure_randomisation,
-)
-from opal_deploy.evaluation.metrics import Evaluation, count_by_class, format_never_predicted
+from opal_deploy.evaluation.interventions import Interventions, Randomisation
+from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.parts import CONSISTENCY, PURITY, STABILITY, PartFigures
 from opal_deploy.evaluation.pointing import PointingGame, format_game, play_pointing_game
-from opal_deploy.evaluation.record import (
-    baseline_of,
-    build_evaluation,
-    fit_neighbours,
-    measure_baseline,
-    record_measurements,
-)
 from opal_deploy.evaluation.session import (
     EvaluationResult,
     UnusableImage,
@@ -146,14 +135,13 @@ def measure_model(model: StrPath | Model, data: Path, options: EvaluateOptions) 
     else:
         session = open_sessions(path, device=options.device, threads=options.threads)[0]
     check_model(path, session.metadata, options)
+    inputs = read_inputs(data, path, session.metadata, options)
     try:
-        inputs = read_inputs(data, path, session.metadata, options)
-        measured = _measure_evidence(_measure(path, session, inputs, options), session, inputs, options)
+        measured = _measure(path, session, inputs, options)
     except UnusableImage:
         # found late, since nearly all data sets are whole, and reading every image twice takes long
         inputs = read_inputs(data, path, session.metadata, options, whole=True)
-        measured = _measure_evidence(_measure(path, session, inputs, options), session, inputs, options)
-    measured = replace(measured, left_out=len(inputs.data.skipped))
+        measured = _measure(path, session, inputs, options)
     if options.record:
         options.log(_record(measured, inputs.data))
         if measured.baseline is not None:
@@ -167,26 +155,33 @@ def _log(options: EvaluateOptions, lines: Iterable[str]) -> None:
 
 
 def _measure(path: Path, session: Session, inputs: EvaluationInputs, options: EvaluateOptions) -> ModelEvaluation:
-    """Return what is measured whatever the options."""
-    metadata, samples = session.metadata, inputs.samples
-    set_aside = has_validation_images(metadata, inputs, options)
+    """Return everything that the options ask for; each figure is logged as soon as it is known."""
+    metadata, samples, annotations = session.metadata, inputs.samples, inputs.annotations
+    is_checkpoint, set_aside = model_kind(path) == "checkpoint", has_validation_images(metadata, inputs, options)
+
+    @cache
+    def load_network() -> OpalNetwork:
+        return checkpoint.load(path).network.to(torch_device(options.device))
+
     evaluation = evaluate_session(
         session, samples, boxes=options.boxes, batch=options.batch, parts=inputs.part_locations,
         progress=as_progress(options.progress), model=str(path),
     )  # fmt: skip
-    measured = ModelEvaluation(path, session.description, options.split, options.boxes, metadata, evaluation)
+    measured = ModelEvaluation(
+        path, session.description, options.split, options.boxes, metadata, evaluation,
+        left_out=len(inputs.data.skipped),
+    )  # fmt: skip
     _log(options, _format_metrics(measured))
 
     # a model without a temperature gets one from the images that training set aside
     calibration = evaluate_calibration(evaluation.outputs.logits, evaluation.labels, metadata, fit=set_aside)
-    _log(options, format_calibration(calibration, metadata))
+    options.log(format_calibration(calibration, metadata))
     if options.split == "val" and not set_aside and calibration.calibrated is None:
         options.log("no temperature fitted: these images or crops are not the ones that training set aside")
 
     field = ReceptiveField.from_dict(metadata.receptive_field)
-    if (field is None or field.effective is None) and model_kind(path) == "checkpoint":
-        network = checkpoint.load(path).network.to(torch_device(options.device))
-        field = measure_receptive_field(network, samples, boxes=options.boxes)
+    if (field is None or field.effective is None) and is_checkpoint:
+        field = measure_receptive_field(load_network(), samples, boxes=options.boxes)
     missing = "receptive field: not stored in this model; evaluate its checkpoint, or export that again"
     _log(options, [missing] if field is None else field.describe(metadata.input_size))
     measured = replace(measured, calibration=calibration, receptive_field=field)
@@ -194,12 +189,38 @@ def _measure(path: Path, session: Session, inputs: EvaluationInputs, options: Ev
         options.log(_format_curve(risk))
     if metadata.evidence == "regions":
         _log(options, compare_presets(session, samples, evaluation))
-    if options.record and set_aside and metadata.evidence == "exact":
+    if metadata.evidence != "exact":
+        return measured
+    if options.record and set_aside:
         measured = _measure_baseline(measured, inputs, options)
-    if inputs.annotations.known and metadata.evidence == "exact":
-        game = play_pointing_game(evaluation, inputs.annotations, metadata)
-        _log(options, format_game(game))
-        measured = replace(measured, pointing_game=game)
+
+    def add(name: str, figures: Any, lines: Iterable[str]) -> ModelEvaluation:
+        _log(options, lines)
+        return replace(measured, **{name: figures})
+
+    if annotations.known:
+        game = play_pointing_game(evaluation, annotations, metadata)
+        measured = add("pointing_game", game, format_game(game))
+    chosen = choose_samples(samples, options.limit)
+    # exported models have no gradients
+    needs_heat_map = is_checkpoint and (options.faithfulness or options.interventions)
+    heat_map = GradCam(load_network()) if needs_heat_map else None
+    if options.faithfulness:
+        removed = measure_faithfulness(session, samples, chosen, annotations, options, heat_map)
+        measured = add("faithfulness", removed, format_faithfulness(removed))
+    if options.attack_outside:
+        attacked = measure_attack(load_network(), metadata, samples, chosen, field, options)
+        measured = add("attack", attacked, format_attack(attacked))
+    if options.randomise:
+        known = replace(annotations, images=[annotations.images[index] for index in chosen])
+        shuffled = interventions.measure_randomisation(
+            checkpoint.load(path), [samples[index] for index in chosen], known, options
+        )
+        measured = add("randomisation", shuffled, interventions.format_randomisation(shuffled))
+    if options.interventions:
+        first = read_annotations(inputs.data.root)[0]
+        taken = interventions.measure_interventions(session, (first.height, first.width), options, heat_map)
+        measured = add("interventions", taken, interventions.format_interventions(taken))
     return measured
 
 
@@ -208,58 +229,16 @@ def _measure_baseline(measured: ModelEvaluation, inputs: EvaluationInputs, optio
     metadata, path, train = measured.metadata, measured.path, inputs.data.train
     if metadata.has_output("ood_score") or model_kind(path) != "checkpoint" or not train:
         known = metadata.known_baseline
-        baseline = baseline_of(measured.evaluation.outputs, metadata, known.background if known else 0)
+        baseline = record.baseline_of(measured.evaluation.outputs, metadata, known.background if known else 0)
         return replace(measured, baseline=baseline)
     loaded, boxes, progress = checkpoint.load(path), options.boxes, as_progress(options.progress)
     network = loaded.network.to(torch_device(options.device))
-    network.neighbours = fit_neighbours(network, train, [], boxes=boxes, progress=progress)
+    network.neighbours = record.fit_neighbours(network, train, [], boxes=boxes, progress=progress)
     if network.neighbours is None:
         options.log("no features kept for --unknown: too few training images, or no spread within classes")
     session = TorchSession(loaded, device=options.device, threads=options.threads)
-    answers = measure_baseline(session, inputs.samples, network.neighbours, boxes=boxes, progress=progress)
+    answers = record.measure_baseline(session, inputs.samples, network.neighbours, boxes=boxes, progress=progress)
     return replace(measured, baseline=answers, neighbours=network.neighbours)
-
-
-def _measure_evidence(
-    measured: ModelEvaluation, session: Session, inputs: EvaluationInputs, options: EvaluateOptions
-) -> ModelEvaluation:
-    """Return the evaluation with what only some options measure, on a choice of the images."""
-    path, metadata, field = measured.path, measured.metadata, measured.receptive_field
-    samples, annotations, progress = inputs.samples, inputs.annotations, as_progress(options.progress)
-    chosen = choose_samples(samples, options.limit)
-
-    @cache
-    def load_network() -> OpalNetwork:
-        return checkpoint.load(path).network.to(torch_device(options.device))
-
-    def load_heat_map() -> GradCam | None:
-        # exported models have no gradients
-        return GradCam(load_network()) if model_kind(path) == "checkpoint" else None
-
-    def add(name: str, figures: Any, lines: Iterable[str]) -> ModelEvaluation:
-        _log(options, lines)
-        return replace(measured, **{name: figures})
-
-    if options.faithfulness:
-        removed = measure_faithfulness(
-            session, samples, chosen, annotations, options, heat_map=load_heat_map(), progress=progress
-        )
-        measured = add("faithfulness", removed, format_faithfulness(removed))
-    if options.attack_outside:
-        attacked = measure_attack(load_network(), metadata, samples, chosen, options, field=field, progress=progress)
-        measured = add("attack", attacked, format_attack(attacked))
-    if options.randomise:
-        shuffled = measure_randomisation(
-            checkpoint.load(path), [samples[i] for i in chosen], annotations.select(chosen), options, progress=progress
-        )
-        measured = add("randomisation", shuffled, format_randomisation(shuffled))
-    if options.interventions:
-        first = read_annotations(inputs.data.root)[0]
-        without_parts = measure_interventions(
-            session, (first.height, first.width), options.limit, heat_map=load_heat_map(), progress=progress
-        )
-        measured = add("interventions", without_parts, format_interventions(without_parts))
-    return measured
 
 
 def _record(result: ModelEvaluation, data: DataSet) -> str:
@@ -267,7 +246,7 @@ def _record(result: ModelEvaluation, data: DataSet) -> str:
     document, is_classifier = result.to_dict(), result.metadata.evidence == "regions"
     knows_risk = result.baseline is not None or (is_classifier and result.split == "val")
     changes = {
-        "evaluation": build_evaluation(document, data, result.split),
+        "evaluation": record.build_evaluation(document, data, result.split),
         "receptive_field": document.get("receptive_field"),
         "calibration": document["calibration"].get("fitted"),
         "baseline": None if result.baseline is None else result.baseline.to_dict(),
@@ -275,14 +254,16 @@ def _record(result: ModelEvaluation, data: DataSet) -> str:
         # a baseline, like a risk, is measured on the images that training set aside
         "risk": result.metrics.risk if knows_risk else None,
     }
-    return record_measurements(result.path, {name: value for name, value in changes.items() if value is not None})
+    known = {name: value for name, value in changes.items() if value is not None}
+    return record.record_measurements(result.path, known)
 
 
 def _format_metrics(result: ModelEvaluation) -> Iterator[str]:
     """Yield the metrics of one model in a few lines."""
     metrics, parts, evaluation = result.metrics, result.parts, result.evaluation
-    classes = count_by_class(evaluation.outputs.logits, evaluation.labels, result.metadata.class_names)
-    if never := format_never_predicted(classes):
+    names, counts = result.metadata.class_names, np.bincount(evaluation.labels).tolist()
+    predicted = {names[class_id] for class_id in evaluation.outputs.logits.argmax(axis=1)}
+    if never := describe_never_predicted(dict(zip(names, counts, strict=False)), predicted):
         yield f"{result.path}: {never[0].lower()}{never[1:]}"
     images = pluralize(metrics.images, f"{result.split} image", f"{result.split} images")
     yield f"{result.path} in {result.session}, {images}{'' if result.boxes else ', not cropped to boxes'}"

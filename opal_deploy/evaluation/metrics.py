@@ -21,9 +21,8 @@ _LOWEST = 10
 _NUM_LEVELS = 10
 # error rates whose coverage a summary states
 _ERROR_RATES = (0.01, 0.02, 0.05)
-RESAMPLES = 10_000
-# values drawn at a time: bounds the memory of resampling a large sample
-_MAX_DRAWN = 1 << 21
+# samples of the bootstrap, and those in memory at a time
+_RESAMPLES, _RESAMPLES_TOGETHER = 10_000, 100
 
 
 class Figures:
@@ -53,9 +52,8 @@ def mean_with_interval(sample: ArrayLike) -> Mean:
     mean, count = float(values.mean()), len(values)
     if count == 1:
         return Mean(mean, mean, mean, count)
-    batch, rng = max(_MAX_DRAWN // count, 1), np.random.default_rng(0)
     interval = bootstrap(
-        (values,), np.mean, n_resamples=RESAMPLES, batch=batch, method="percentile", rng=rng
+        (values,), np.mean, n_resamples=_RESAMPLES, batch=_RESAMPLES_TOGETHER, method="percentile", rng=0
     ).confidence_interval
     return Mean(mean, float(interval.low), float(interval.high), count)
 
@@ -107,11 +105,11 @@ def collapse_of_cells(cells: NDArray[np.int32], labels: NDArray[np.int64], class
         labels: [N], class indices.
     """
     # a dropped slot repeats the first that is left
-    kept = class_map.kept
+    kept, others = class_map.kept, class_map.counts[labels] - 1
     source = np.where(kept, np.arange(class_map.max_slots), kept.argmax(axis=1)[:, None])  # [C, m]
     ordered = np.sort(np.take_along_axis(cells, source[labels], axis=1), axis=1)
-    repeated = class_map.counts[labels] - 1 - (np.diff(ordered, axis=1) != 0).sum(axis=1)  # [N]
-    scores: NDArray[np.float64] = repeated / np.maximum(class_map.counts[labels] - 1, 1)
+    different = 1 + (np.diff(ordered, axis=1) != 0).sum(axis=1)  # [N]
+    scores: NDArray[np.float64] = (others + 1 - different) / np.maximum(others, 1)
     return scores
 
 
@@ -165,10 +163,9 @@ class Evaluation:
     def to_dict(self, prefix: str) -> dict[str, Any]:
         """Return the metrics for JSON as `<prefix>_accuracy` and so on, without None values."""
         order = ("accuracy", "top5", "macro_f1", "loss", "images", "risk")
-        figures = {f"{prefix}_{name}": getattr(self, name) for name in order}
-        for name in ("spatial_prototype_collapse", "spatial_prototype_collapse_std"):
-            figures[name] = getattr(self, name)
-        return {name: value for name, value in figures.items() if value is not None}
+        collapse = ("spatial_prototype_collapse", "spatial_prototype_collapse_std")
+        names = {**{name: f"{prefix}_{name}" for name in order}, **{name: name for name in collapse}}
+        return {key: value for name, key in names.items() if (value := getattr(self, name)) is not None}
 
 
 def compute_metrics(
@@ -228,16 +225,10 @@ def count_by_class(
     return [ClassCounts(name, *map(int, row)) for name, *row in zip(class_names, *counts, strict=True)]
 
 
-def format_never_predicted(classes: Sequence[ClassCounts]) -> str:
-    """Return a line on the classes that are never predicted; empty if there is none."""
-    return describe_never_predicted(
-        {row.label: row.images for row in classes}, [row.label for row in classes if row.predicted]
-    )
-
-
 def format_classes(classes: Sequence[ClassCounts]) -> Iterator[str]:
-    """Yield a line on classes that are never predicted, and one on the classes with the lowest accuracy."""
-    if never := format_never_predicted(classes):
+    """Yield a line on classes that are never predicted, if any, and one on the classes with the lowest accuracy."""
+    predicted = [row.label for row in classes if row.predicted]
+    if never := describe_never_predicted({row.label: row.images for row in classes}, predicted):
         yield never
     others = sorted((row for row in classes if row.images and row.predicted), key=lambda row: row.correct / row.images)
     listed = ", ".join(f"{row.label} {row.correct} of {row.images}" for row in others[:_LOWEST])

@@ -7,15 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from opal_deploy.logs import Log, ProgressChoice, log_line
-from opal_deploy.options import (
-    CropToBoxes,
-    DatasetName,
-    Device,
-    Option,
-    Options,
-    StrPath,
-    Threads,
-)
+from opal_deploy.options import CropToBoxes, DatasetName, Device, Option, Options, StrPath, Threads
 
 Split = Literal["test", "val", "train", "all"]
 # what is measured on request, of models whose evidence is single cells
@@ -44,9 +36,7 @@ class EvaluateOptions(Options):
         Option("COCO file with object boxes for the pointing game.",
                default="the data set's boxes or masks", cli=Path),
     ] = None  # fmt: skip
-    faithfulness: Annotated[bool, Option("Measure what removing evidence cells changes, and how stable cells are.")] = (
-        False
-    )
+    faithfulness: Annotated[bool, Option("Measure what removing the evidence's cells changes.")] = False
     attack_outside: Annotated[
         bool, Option("Change pixels outside the boxes, at random and by an attack. For checkpoints.")
     ] = False

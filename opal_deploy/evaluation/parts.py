@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import interpolate
 
 from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import Metadata
@@ -197,16 +198,11 @@ def peak_locations(maps: NDArray[np.float32], size: int = _SIDE) -> NDArray[np.i
     the first counts, row-major.
     """
     # numpy's argmax promises the first of equal maxima; one image at a time, since classes may share 2,000 prototypes
-    flat = np.array(
-        [
-            torch.nn.functional.interpolate(torch.from_numpy(image[None]), size=(size, size), mode="bicubic")[0]
-            .flatten(1)
-            .numpy()
-            .argmax(axis=1)
-            for image in maps
-        ]
-    )
-    return np.stack([flat // size, flat % size], axis=2)
+    flat = []
+    for image in maps:
+        upsampled = interpolate(torch.from_numpy(image[None]), size=(size, size), mode="bicubic")[0]
+        flat.append(upsampled.flatten(1).numpy().argmax(axis=1))
+    return np.stack(np.divmod(flat, size), axis=2)
 
 
 def part_hits(centres: NDArray[np.int64], points: NDArray[np.int64], visible: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -236,14 +232,13 @@ def prototype_consistency(
         hit: [N, m, P], on each image the prototypes of its own class.
         visible: [N, P].
     """
-    scores: list[NDArray[np.bool_]] = []
+    consistent: list[bool] = []
     for label in np.unique(labels):
         of_class = labels == label
         seen = np.maximum(visible[of_class].sum(axis=0), 1)  # [P]; 0 of 0 is 0
         shares = hit[of_class].sum(axis=0) / seen  # [m, P]
-        scores.append((shares >= CONSISTENT).any(axis=1)[class_map.supporting[label]])
-    consistent = np.concatenate(scores)
-    return int(consistent.sum()) / len(consistent)
+        consistent += (shares >= CONSISTENT).any(axis=1)[class_map.supporting[label]].tolist()
+    return sum(consistent) / len(consistent)
 
 
 def prototype_stability(

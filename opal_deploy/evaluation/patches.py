@@ -79,29 +79,24 @@ def cut_patches(
         for class_id, slot, place in cuts:
             cut = _cut(image, tuple(own[place].tolist()), metadata.reach, float(values[row, place]), sample.path.name)
             patches[class_id, slot].append(cut)
-    slots = [
+    slots = tuple(
         SlotPatches(class_id, slot, tuple(sorted(patches[class_id, slot], key=lambda patch: -patch.value)))
         for class_id in range(metadata.num_classes)
         for slot in metadata.class_map.slots(class_id)
-    ]
-    return Patches(split, len(samples), tuple(slots))
+    )
+    return Patches(split, len(samples), slots)
 
 
 def _cut(image: Image.Image, box: Box, reach: float, value: float, name: str) -> Patch:
-    """Return a slot's box with its surroundings."""
+    """Return a slot's box with its surroundings, as JPEG at the best of some qualities that takes at most 2 kB."""
     cut, cell = cut_patch(image, box, reach, image.size)
     left, top, right, bottom = (round(min(max(share, 0.0), 1.0), 4) for share in cell)
     cut.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)
-    return Patch(name, round(value, 6), (left, top, right, bottom), _encode(cut))
-
-
-def _encode(image: Image.Image) -> str:
-    """Return an image as JPEG in base64, at the best of some qualities that takes at most 2 kB."""
     encoded = b""
     for quality in _QUALITIES:
         buffer = io.BytesIO()
-        image.save(buffer, "JPEG", quality=quality, optimize=True)
+        cut.save(buffer, "JPEG", quality=quality, optimize=True)
         encoded = buffer.getvalue()
         if len(encoded) <= _BYTES:
             break
-    return base64.b64encode(encoded).decode()
+    return Patch(name, round(value, 6), (left, top, right, bottom), base64.b64encode(encoded).decode())

@@ -11,7 +11,7 @@ point once per image, at a map's maximum; here every slot of the predicted class
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,7 @@ class ImageHits:
 
     def share(self, *, distinguishing: bool) -> tuple[float, float]:
         """Return the shares of the evidence and of foreground cells on any part, or on any distinguishing part."""
-        chosen = self.annotation.distinguishing if distinguishing else slice(None)
+        chosen = np.array([bool(part.distinguishing) or not distinguishing for part in self.annotation.parts], np.bool_)
         hits, chance = (float(cells[:, chosen].any(axis=1).mean()) for cells in (self.on_parts, self.chance))
         return hits, chance
 
@@ -50,6 +50,10 @@ class Share(Mean):
     """The mean over images of the share of an image's cells that hit, 0 ... 1, and that of random cells."""
 
     random: float
+
+    def __str__(self) -> str:
+        mean, low, high, random = (f"{100 * value:.1f}" for value in (self.mean, self.low, self.high, self.random))
+        return f"{mean} % [{low}, {high}] (random {random} %)"
 
 
 @dataclass(frozen=True)
@@ -80,23 +84,6 @@ def count_hits(annotation: ImageAnnotation, points: Points, geometry: Geometry, 
     return ImageHits(annotation, in_object, annotation.on_parts(points, geometry), random, chance)
 
 
-def summarize_hits(hits: Sequence[ImageHits], annotations: Annotations, left_out: int = 0) -> PointingGame | None:
-    """Return the summary of the images' hits; None without images. `left_out`: correct predictions not annotated."""
-    if not hits:
-        return None
-    parted = [hit for hit in hits if hit.annotation.parts]
-    known = [hit for hit in parted if any(part.distinguishing is not None for part in hit.annotation.parts)]
-    return PointingGame(
-        len(hits),
-        left_out,
-        float(np.mean([len(hit.on_parts) for hit in hits])),
-        _share((float(hit.in_object.mean()), hit.random_object or 0.0) for hit in hits if hit.in_object is not None),
-        _share(hit.share(distinguishing=False) for hit in parted),
-        _share(hit.share(distinguishing=True) for hit in known),
-        "; ".join(filter(None, (annotations.part_rule, f"random {annotations.foreground}"))),
-    )
-
-
 def _share(pairs: Iterable[tuple[float, float]]) -> Share | None:
     """Return the share over pairs of an image's share of hits and its expectation for random cells, if any."""
     shares = list(zip(*pairs, strict=True))
@@ -123,7 +110,19 @@ def play_pointing_game(
             hits.append(count_hits(annotation, points, geometry, metadata.cells))
         else:
             left_out += 1
-    return summarize_hits(hits, annotations, left_out)
+    if not hits:
+        return None
+    parted = [hit for hit in hits if hit.annotation.parts]
+    known = [hit for hit in parted if any(part.distinguishing is not None for part in hit.annotation.parts)]
+    return PointingGame(
+        len(hits),
+        left_out,
+        float(np.mean([len(hit.on_parts) for hit in hits])),
+        _share((float(hit.in_object.mean()), hit.random_object or 0.0) for hit in hits if hit.in_object is not None),
+        _share(hit.share(distinguishing=False) for hit in parted),
+        _share(hit.share(distinguishing=True) for hit in known),
+        "; ".join(filter(None, (annotations.part_rule, f"random {annotations.foreground}"))),
+    )
 
 
 def format_game(game: PointingGame | None) -> Iterator[str]:
@@ -132,16 +131,8 @@ def format_game(game: PointingGame | None) -> Iterator[str]:
         yield "pointing game: skipped, no correctly classified image has an annotation"
         return
     titles = {"object": "in the object", "part": "on a part", "distinguishing_part": "on a distinguishing part"}
-    shares = [f"{title} {_format_share(share)}" for name, title in titles.items() if (share := getattr(game, name))]
-    yield (
-        f"pointing game, {game.images:,} correct predictions, {game.cells_per_image:.4g} cells each: "
-        f"{', '.join(shares)}"
-    )
+    shares = ", ".join(f"{title} {share}" for name, title in titles.items() if (share := getattr(game, name)))
+    yield f"pointing game, {game.images:,} correct predictions, {game.cells_per_image:.4g} cells each: {shares}"
     left_out = game.images_without_annotation
     note = f"; {left_out:,} correct predictions without annotation left out" if left_out else ""
     yield f"  [95 % interval over images]; {game.rules}{note}"
-
-
-def _format_share(share: Share) -> str:
-    mean, low, high, random = (f"{100 * value:.1f}" for value in (share.mean, share.low, share.high, share.random))
-    return f"{mean} % [{low}, {high}] (random {random} %)"

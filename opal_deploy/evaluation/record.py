@@ -37,13 +37,9 @@ _MAX_VALIDATION = 5_000
 
 
 def fit_neighbours(
-    network: OpalNetwork,
-    samples: Sequence[Sample],
-    background: Sequence[Sample],
-    *,
-    boxes: bool = True,
+    network: OpalNetwork, samples: Sequence[Sample], background: Sequence[Sample], *, boxes: bool = True,
     progress: Progress = no_progress,
-) -> Neighbours | None:
+) -> Neighbours | None:  # fmt: skip
     """Return the neighbours of a trained network: features of training images, not augmented.
 
     Up to 2,000 images are taken, or five per class. None for a network without single cells as evidence, and for too

@@ -13,20 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.class_map import find_margins
-from opal_deploy.artifact.heads import find_values
-from opal_deploy.artifact.outputs import Outputs, find_largest
+from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.preprocessing import PRESETS, InputForm, ResizeRule
 from opal_deploy.datasets.cub import PartLocations
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.inputs import Annotations, ImageAnnotation
-from opal_deploy.evaluation.metrics import Evaluation, collapse_of_cells, compute_metrics, margins
+from opal_deploy.evaluation.metrics import Evaluation, collapse_of_cells, compute_metrics
 from opal_deploy.evaluation.parts import PartFigures, PartProtocol
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.predict.executor import prefetch
 from opal_deploy.predict.prepare import InferenceOptions, Pixels, prepare
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.preprocess.resize import normalise
+from opal_deploy.records.evidence import find_top_classes
 from opal_deploy.runtime.session import ImageBatch, Session
 from opal_deploy.sources.image import InputImage
 
@@ -71,7 +71,6 @@ def photographs(
     Raises:
         UnusableImage: an image cannot be decoded or cropped.
     """
-
     form = size if isinstance(size, InputForm) else InputForm(*size)
 
     def load(index: int) -> tuple[Pixels, Geometry]:
@@ -96,8 +95,9 @@ def photographs(
 
 
 def load_pixels(
-    samples: Sequence[Sample], size: tuple[int, int], *, chosen: Sequence[int] | None = None, boxes: bool = True
-) -> Pixels:
+    samples: Sequence[Sample], size: tuple[int, int] | InputForm, *, chosen: Sequence[int] | None = None,
+    boxes: bool = True,
+) -> Pixels:  # fmt: skip
     """Return all or the chosen samples as the model sees them, uint8 [n, H0, W0, 3]; raises as `photographs`."""
     batches = photographs(lambda pixels: pixels, samples, size, chosen=chosen, boxes=boxes)
     return np.concatenate([images.outputs for images in batches])
@@ -146,9 +146,7 @@ def evaluate_session(
     labels = np.array([sample.label for sample in samples], dtype=np.int64)
     protocol = None if parts is None else PartProtocol(session, parts, labels, cropped=boxes)
     run = session.run if protocol is None else protocol.run
-    collected: list[Outputs] = []
-    geometries: list[Geometry] = []
-    hits = []
+    collected, hits, geometries = list[Outputs](), [], list[Geometry]()
     for images in photographs(run, samples, metadata.form, boxes=boxes, batch=batch, progress=progress):
         finite = np.isfinite(images.outputs.logits).all(axis=1)
         if not finite.all():
@@ -163,14 +161,11 @@ def evaluate_session(
         collected.append(replace(images.outputs, attention=None))
         geometries += images.geometries
     outputs = Outputs.concatenate(collected)
-    collapse, top2_margins = None, None
-    if outputs.argmax is not None and outputs.scores is not None:
+    collapse, totals = None, find_top_classes(outputs, metadata, 2).totals
+    if outputs.argmax is not None:
         collapse = collapse_of_cells(metadata.class_map.take(outputs.argmax, labels), labels, metadata.class_map)
-        top2_margins = margins(outputs.logits, find_values(outputs.scores, metadata), metadata.class_map)
-    elif metadata.evidence == "regions" and metadata.num_classes > 1:
-        best = find_largest(outputs.logits, 2)
-        top2_margins = find_margins(np.take_along_axis(outputs.logits.astype(np.float64), best, axis=1))
-    metrics = compute_metrics(outputs.logits, labels, collapse, top2_margins)
+    margins = None if totals is None or metadata.num_classes < 2 else find_margins(totals)
+    metrics = compute_metrics(outputs.logits, labels, collapse, margins)
     figures = None if protocol is None else protocol.summarize(hits, outputs, geometries)
     return EvaluationResult(metrics, figures, labels, outputs, geometries)
 
@@ -188,11 +183,9 @@ def choose_samples(samples: Sequence[Sample], limit: int) -> list[int]:
     remaining = min(limit, len(samples))
     while remaining:
         open_classes = [label for label in shares if shares[label] < len(by_class[label])]
-        if remaining < len(open_classes):
-            open_classes = [open_classes[i] for i in _spread(len(open_classes), remaining)]
-        for label in open_classes:
-            shares[label] += 1
-        remaining -= len(open_classes)
+        for i in _spread(len(open_classes), min(remaining, len(open_classes))):
+            shares[open_classes[i]] += 1
+            remaining -= 1
     return sorted(by_class[label][i] for label, share in shares.items() for i in _spread(len(by_class[label]), share))
 
 
@@ -210,20 +203,15 @@ def compare_presets(session: Session, samples: Sequence[Sample], result: Evaluat
     """
     metadata = session.metadata
     chosen = choose_samples(samples, _PRESET_IMAGES)
-    labels = result.labels[chosen]
-    own = float((result.outputs.logits[chosen].argmax(1) == labels).mean())
+    own = float((result.outputs.logits[chosen].argmax(1) == result.labels[chosen]).mean())
     best, found = own, ""
     for name, preset in PRESETS.items():
         rule = preset.rule or ResizeRule("shortest_edge", "bilinear", min(metadata.input_size))
-        if (str(rule), preset.mean, preset.std) == (metadata.resize, metadata.mean, metadata.std):
-            continue
-        form = InputForm(*metadata.input_size, rule)
-        right = []
-        for images in photographs(lambda pixels: pixels, samples, form, chosen=chosen):
-            outputs = cast(Any, session).run_normalised(normalise(images.pixels, preset.mean, preset.std))
-            right += (outputs.logits.argmax(1) == result.labels[images.indices]).tolist()
-        if np.mean(right) > best + _CLEARLY:
-            best, found = float(np.mean(right)), name
+        pixels = load_pixels(samples, InputForm(*metadata.input_size, rule), chosen=chosen)
+        outputs = cast(Any, session).run_normalised(normalise(pixels, preset.mean, preset.std))
+        accuracy = float((outputs.logits.argmax(1) == result.labels[chosen]).mean())
+        if accuracy > best + _CLEARLY:
+            best, found = accuracy, name
     if found:
         yield (
             f"warning: accuracy {own:.0%} of {len(chosen)} images, with preset {found} {best:.0%}: wrong "

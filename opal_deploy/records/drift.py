@@ -48,33 +48,22 @@ Bar = tuple[str, float, float]
 
 @dataclass(frozen=True)
 class Shift:
-    """One comparison with the baseline; `select_shifts` decides whether it is a shift.
+    """One comparison with the baseline; `select_shifts` decides whether it is a shift."""
 
-    Attributes:
-        kind: what was compared.
-        class_id, slot: of a label, or of a slot's score, contribution or place; None for quantities of all images.
-        p, q: p-value, and the value adjusted for all tests of the comparison.
-        effect: size of the difference, as the module's text defines it.
-        rose: whether values rose, or the share did.
-        place: index into `PLACES`; only of a place.
-        value: the value below or above which the samples differ most; only of a distribution.
-        before, after: share of the answers with the class or place, or beyond `value` (below it if values fell).
-        answers_before, answers_after: the answers that were compared.
-    """
-
-    kind: Kind
-    p: float
-    effect: float
-    rose: bool
-    before: float
+    kind: Kind  # what was compared
+    p: float  # p-value
+    effect: float  # size of the difference, as the module's text defines it
+    rose: bool  # whether values rose, or the share did
+    before: float  # share of the answers with the class or place, or beyond `value` (below it if values fell)
     after: float
-    answers_before: int
+    answers_before: int  # the answers that were compared
     answers_after: int
+    # of a label, or of a slot's score, contribution or place; None for quantities of all images
     class_id: int | None = None
     slot: int | None = None
-    place: int | None = None
-    value: float | None = None
-    q: float = 1.0
+    place: int | None = None  # index into `PLACES`; only of a place
+    value: float | None = None  # the value below or above which the samples differ most; only of a distribution
+    q: float = 1.0  # p-value adjusted for all tests of the comparison
 
     def describe(self, class_names: Sequence[str]) -> str:
         """Return one line for people."""

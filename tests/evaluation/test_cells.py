@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from opal_deploy.artifact.cells import CellGrid
@@ -17,7 +18,7 @@ from opal_deploy.evaluation.cells import (
     GradCam,
     blur_image,
     build_rankings,
-    measure_effective_field,
+    measure_receptive_field,
     replace_cells,
     sum_by_cell,
 )
@@ -25,7 +26,6 @@ from opal_deploy.evaluation.session import choose_samples
 from opal_deploy.model.backbones import Backbone
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.model.receptive_field import compute_receptive_field
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.synthetic import example_images
 
@@ -163,12 +163,14 @@ class _Patches(nn.Module):
         ((slice(0, 1), slice(0, 1)), 1, 0.5),  # one corner of the box: the square lies there
     ],
 )
-def test_the_side_and_the_centre_are_those_of_the_weights(used, side, offset):
+def test_the_side_and_the_centre_are_those_of_the_weights(tmp_path, used, side, offset):
     torch.manual_seed(0)
     network = OpalNetwork(NetworkConfig("resnet18", 3, (32, 32), stride=8))
     network.backbone = Backbone("patches", _Patches(used), 4, STRIDE)
     network.head.projection = nn.Conv2d(4, network.head.num_prototypes, 1)
-    field = compute_receptive_field(network.backbone, (32, 32))
-    assert (field.size, field.offset) == (8, 4.0)
-    measured = measure_effective_field(network, np.stack(example_images(10, 32, 32)), field)
+    samples = [Sample(tmp_path / f"{number}.png", 0) for number in range(10)]
+    for sample, image in zip(samples, example_images(10, 32, 32), strict=True):
+        Image.fromarray(image).save(sample.path)
+    measured = measure_receptive_field(network, samples)
+    assert (measured.size, measured.offset) == (8, 4.0)
     assert (measured.effective, measured.effective_offset, measured.images) == (side, pytest.approx(offset), 10)
