@@ -136,7 +136,7 @@ def test_records_and_outputs_of_creatures_give_the_same_game(data):
     game = play_pointing_game(_result(cells, labels, predicted), annotations, metadata)
     assert game.distinguishing_part.mean > 2 * game.distinguishing_part.random > 0
 
-    with pytest.raises(UsageError, match=r"no annotation of test/new\.png; remove the image, or use --no-parts"):
+    with pytest.raises(UsageError, match="--no-parts"):
         annotate(data, [replace(data.test[0], path=data.root / "test" / "new.png")], boxes=True, parts=True)
 
 
@@ -168,7 +168,7 @@ def test_objects_of_a_coco_file_count_where_their_category_is_the_class_or_none_
     # the first image's class occurs, elsewhere; its own box is of something else
     assert objects(["animal", *classes[1:]]) == [0] + [1] * 8
     assert objects(["animal"], names[:1]) == [1] + [0] * 8
-    with pytest.raises(UsageError, match=r"objects\.json: no boxes for any of the 9 images, such as 0000\.png"):
+    with pytest.raises(UsageError, match="no boxes for any of the 9 images"):
         objects(["animal"], ["other.png"])
 
 
