@@ -86,8 +86,8 @@ def add_classifications(path: Path, run: dict[str, Any], records: Iterable[Recor
         except (IndexError, TypeError):
             raise UsageError(f"{readable_name(record.image)}: {path.name} lacks the detection of its record") from None
         if record.status == "ok":
-            classes = sorted(((_find_confidence(answer), answer) for answer in record.top), key=lambda pair: -pair[0])
-            detection["classifications"] = [[str(answer.class_id), confidence] for confidence, answer in classes]
+            classes = [(str(answer.class_id), _find_confidence(answer)) for answer in record.top]
+            detection["classifications"] = sorted(classes, key=lambda pair: -pair[1])
             with_cosines |= any(answer.calibrated_probability is None for answer in record.top)
             categories |= {str(answer.class_id): answer.label for answer in record.top}
     for name in (name for name in failures if name not in answered):

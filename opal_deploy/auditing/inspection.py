@@ -1,4 +1,4 @@
-"""The contents of a model file, without torch and ONNX Runtime (`opal-deploy inspect`)."""
+"""The contents of a model file, and its model card, without torch and ONNX Runtime (`opal-deploy inspect`)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.logs import one_line
 from opal_deploy.options import StrPath
+from opal_deploy.runtime.select import read_model_metadata
 
 _NAMES_SHOWN = 8
 # model.checkpoint.FORMAT, whose module imports torch
@@ -185,7 +186,10 @@ def _list_measurements(
     for line in describe_edits(values.get("edits") or ()):
         yield "edit", line
     if risk:
-        yield "risk", _format_risk({"split": "val", **risk})
+        coverage = risk["coverage_at_error"].items()
+        shares = ", ".join(f"{float(share):.1%} at {100 * float(error):g} %" for error, share in coverage)
+        error = f"{risk['images']} {risk.get('split', 'val')} images: error {risk['error']:.2%} where all are answered"
+        yield "risk", f"{error}; coverage by error rate: {shares}"
     yield "calibration", describe_calibration(values.get("calibration") or {})
     if exact:
         yield from list_evaluation(values.get("evaluation") or {}, path, export_of=export_of)
@@ -269,14 +273,6 @@ def _format_metrics(metrics: dict[str, Any]) -> str:
     return ", ".join(numbers) or "not recorded in the file"
 
 
-def _format_risk(summary: dict[str, Any]) -> str:
-    """Return one line for a risk-coverage curve: how many images can be answered at which error rate."""
-    coverage = summary["coverage_at_error"]
-    shares = ", ".join(f"{float(share):.1%} at {100 * float(error):g} %" for error, share in coverage.items())
-    images = f"{summary['images']} {summary['split']} images"
-    return f"{images}: error {summary['error']:.2%} where all are answered; coverage by error rate: {shares}"
-
-
 def _list_names(names: Sequence[str]) -> str:
     more = f", ... ({len(names)})" if len(names) > _NAMES_SHOWN else ""
     return ", ".join(names[:_NAMES_SHOWN]) + more
@@ -284,3 +280,38 @@ def _list_names(names: Sequence[str]) -> str:
 
 def _format_number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def write_card(path: Path) -> str:
+    """Return the card of a model file, in Markdown with a hub's front matter; raise ArtifactError if it is damaged."""
+    metadata = read_model_metadata(path)
+    limits, facts = ("\n".join(f"- {_escape(line)}" for line in lines) for lines in (
+        _list_limits(metadata),
+        (f"{name}: {value}" if name else value for name, value in describe_metadata(metadata, path)),
+    ))  # fmt: skip
+    return (
+        "---\nlibrary_name: opal-deploy\npipeline_tag: image-classification\n"
+        f"tags: [opal-deploy, onnx{', interpretable' * (metadata.evidence == 'exact')}]\n---\n\n"
+        f"# {_escape(path.stem)}\n\n"
+        f"## Use\n\n    opal-deploy infer images/ --explain --model {path.name}\n\n## Limits\n\n{limits}\n\n"
+        f"## Facts\n\n{facts}\n\n"
+        f"## Classes\n\n{_escape(', '.join(metadata.class_names))}\n"
+    )
+
+
+def _list_limits(metadata: Metadata) -> Iterator[str]:
+    if metadata.evidence == "exact":
+        yield "A box shows where a score was read, not everything that it depends on."
+    yield "Images of other things get one of the classes, too."
+    if "ood_score" in metadata.outputs:
+        yield "`--unknown 5%` marks images whose OOD score exceeds that of 95% of the validation images."
+    if metadata.crop == "boxes":
+        yield "Trained on images cropped to the object; whole images are answered less accurately."
+    if metadata.unverified:
+        yield f"NOT VERIFIED: {metadata.unverified}."
+
+
+def _escape(text: str) -> str:
+    """Return text of a file that neither HTML nor Markdown reads as markup."""
+    cleaned = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
+    return "".join(f"\\{sign}" if sign in "*_[]|#" else sign for sign in cleaned)

@@ -29,7 +29,6 @@ from opal_deploy.visualization.overlay import show_photograph
 _LISTED = 10
 # a run.json may hold anything
 _MOST = 1 << 31
-_VALID = f"The signature of {RUN} is valid"
 
 
 def is_results(path: Path) -> bool:
@@ -136,6 +135,7 @@ class RunRecords:
         if record.image_index is not None:
             self._positions.append(record.image_index)
         self._signatures.add(record.signature)
+        # two runs are enough to tell that not all records are of one
         if record.signature is not None and record.signature.run is not None and len(self._runs) < 2:
             self._runs.add(record.signature.run)
 
@@ -159,7 +159,7 @@ class RunRecords:
         faults = self._compare_positions(count, is_shard=is_shard)
         if not faults and written.get("signatures_sha256") not in (None, self._signatures.hexdigest()):
             faults.append("the records are not those that the run wrote, or in another order")
-        notes = [] if keys is None else [_VALID]
+        notes = [] if keys is None else [f"The signature of {RUN} is valid"]
         if count is not None and not faults:
             early = "" if written.get("complete") is True else f" {STOPPED_EARLY}"
             notes.append(f"{count:,} images were answered{early}, {self.count:,} records are here")
@@ -171,8 +171,7 @@ class RunRecords:
             return "it is missing or damaged"
         if fault := keys.find_fault(document):
             return fault
-        is_other = len(self._runs) > 1 or not self._runs <= {document.get("id")}
-        return "some records are of another run" if is_other else ""
+        return "" if self._runs <= {document.get("id")} else "some records are of another run"
 
     def _compare_positions(self, count: int | None, *, is_shard: bool) -> list[str]:
         details = []

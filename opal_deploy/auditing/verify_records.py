@@ -146,8 +146,7 @@ def verify_records(
 ) -> RecordsReport:
     """Compute the records of some lines (None: all) again and compare them, in order.
 
-    The signatures of all records are checked, and all records with run.json. `progress` is called with the number of
-    records checked.
+    The signatures of all records are checked, and all records with run.json. `progress` gets the records checked.
 
     Raises:
         UsageError: the file cannot be read.

@@ -19,9 +19,7 @@ def inspect(
     from opal_deploy.auditing import inspection
 
     if card:
-        from opal_deploy.auditing.card import write_card
-
-        print_json_line(write_card(model))
+        print_json_line(inspection.write_card(model))
         return
     contents = inspection.inspect(model)
     if as_json:

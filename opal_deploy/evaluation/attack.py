@@ -89,9 +89,7 @@ class Attacker:
         field: of the cells; None or without an effective field leaves out the region `FIELD`.
     """
 
-    def __init__(
-        self, network: OpalNetwork, metadata: Metadata, margin: int, field: ReceptiveField | None = None
-    ) -> None:
+    def __init__(self, network: OpalNetwork, metadata: Metadata, margin: int, field: ReceptiveField | None) -> None:
         self._network, self._metadata, self._margin, self._field = network.eval(), metadata, margin, field
         self._device = next(network.parameters()).device
         self._mean, self._std = (
@@ -117,9 +115,8 @@ class Attacker:
             noisy = (clean + noise * free).clamp(0, 255)
             for method, changed in ((NOISE, noisy), (PGD, self._descend(clean, noisy, free, answer))):
                 figures = self._compare(changed, answer) | {"area": free.flatten(1).float().mean(1)}
-                measured[region, method] = {
-                    name: values[has_some].double().cpu().numpy() for name, values in figures.items()
-                }
+                of_images = {name: values[has_some].double().cpu().numpy() for name, values in figures.items()}
+                measured[region, method] = of_images
         return measured
 
     def _explain(self, pixels: Tensor) -> Any:

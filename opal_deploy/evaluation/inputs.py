@@ -123,7 +123,13 @@ def annotate(
         UsageError: the part annotations or the file of objects are damaged, or lack the samples.
     """
     if parts and (data.root / PARTS_FILE).is_file():
-        known = annotate_creatures(_match_creatures(data, samples))
+        by_image = {annotation.image: annotation for annotation in read_annotations(data.root)}
+        names = [display_path(sample.path, data.root).replace("\\", "/") for sample in samples]
+        if missing := [name for name in names if name not in by_image]:
+            raise UsageError(
+                f"{data.root / PARTS_FILE}: it has no annotation of {missing[0]}; remove the image, or use --no-parts"
+            )
+        known = annotate_creatures([by_image[name] for name in names])
     else:
         places = [sample.object_box if boxes else sample.box for sample in samples]
         foreground = "cells of the whole image (no foreground is known)"
@@ -148,16 +154,6 @@ def annotate_creatures(creatures: Sequence[Annotation]) -> Annotations:
         parts = tuple(Part((part.box,), part.distinguishing) for part in creature.parts.values() if part.visible)
         images.append(ImageAnnotation(creature.species, mask=creature.foreground, parts=parts))
     return Annotations(images, "cells of the creature (their centre in its drawn mask)", "a part is hit within its box")
-
-
-def _match_creatures(data: DataSet, samples: Sequence[Sample]) -> list[Annotation]:
-    by_image = {annotation.image: annotation for annotation in read_annotations(data.root)}
-    names = [display_path(sample.path, data.root).replace("\\", "/") for sample in samples]
-    if missing := [name for name in names if name not in by_image]:
-        raise UsageError(
-            f"{data.root / PARTS_FILE}: it has no annotation of {missing[0]}; remove the image, or use --no-parts"
-        )
-    return [by_image[name] for name in names]
 
 
 def _add_cub_parts(known: Annotations, located: cub.PartLocations) -> Annotations:
@@ -213,9 +209,7 @@ def read_inputs(
 ) -> EvaluationInputs:
     """Read a data set's split with the annotations that the options and the data set allow; log warnings.
 
-    Args:
-        path, metadata: of the model.
-        whole: decode all images, and leave out those that cannot be decoded.
+    With `whole`, all images are decoded, and those that cannot be are left out.
 
     Raises:
         UsageError: the data set does not fit the options or the model, or annotations are missing or damaged.
@@ -272,11 +266,7 @@ def has_validation_images(metadata: Metadata, inputs: EvaluationInputs, options:
 
 
 def check_model(path: Path, metadata: Metadata, options: EvaluateOptions) -> None:
-    """Check that a model has the outputs and the evidence that the options need.
-
-    Raises:
-        UsageError: it lacks some, or its file cannot store an evaluation.
-    """
+    """Raise UsageError for a model without the outputs and the evidence, or with a file, that the options need."""
     check_all_outputs(metadata, str(path), "`evaluate`")
     is_checkpoint = model_kind(path) == "checkpoint"
     for name in (*EVIDENCE_MEASURES, "record"):

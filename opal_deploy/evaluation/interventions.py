@@ -12,6 +12,7 @@ The importance of a part to an explanation is the sum of its cells whose centre 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,8 +89,9 @@ def measure_randomisation(
     groups += list_stages(network.backbone.body)
     before, stages = None, []
     for number, (name, modules) in enumerate(groups):
-        for module in modules:
-            _shuffle_weights(module, rng)
+        for parameter in itertools.chain.from_iterable(module.parameters() for module in modules):
+            order = torch.from_numpy(rng.permutation(parameter.numel())).to(parameter.device)
+            parameter.data = parameter.data.flatten()[order].reshape(parameter.shape)
         if name not in (NOTHING, HEAD):
             update_bn(torch.split(inputs, _BATCH), network.backbone)
         session = TorchSession(loaded, device=options.device, threads=options.threads)
@@ -113,14 +115,6 @@ def list_stages(body: nn.Module) -> list[tuple[str, list[nn.Module]]]:
             if next(stage.parameters(), None) is not None:
                 stages.setdefault(f"{name}.{number}".removesuffix("."), []).append(stage)
     return list(stages.items())[::-1]
-
-
-def _shuffle_weights(module: nn.Module, rng: np.random.Generator) -> None:
-    """Permute the values of each parameter among themselves."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            order = torch.from_numpy(rng.permutation(parameter.numel())).to(parameter.device)
-            parameter.copy_(parameter.flatten()[order].reshape(parameter.shape))
 
 
 def format_randomisation(randomisation: Randomisation) -> Iterator[str]:

@@ -272,13 +272,11 @@ def _format_metrics(result: ModelEvaluation) -> Iterator[str]:
     if metrics.spatial_prototype_collapse is not None:
         spread = _percent(metrics.spatial_prototype_collapse, metrics.spatial_prototype_collapse_std)
         yield f"spatial prototype collapse {spread} % (mean and standard deviation over images)"
-    if parts is not None:
-        shares = parts.to_dict()
-        for key, title in _PART_TITLES.items():
-            if (share := shares[key]) is None:
-                yield f"{title}: not measured, {parts.unavailable[key]}"
-            else:
-                yield f"{title} {_percent(share, shares.get(f'{key}_std'))} %"
+    for key, title in _PART_TITLES.items():
+        if parts is not None and key in parts.unavailable:
+            yield f"{title}: not measured, {parts.unavailable[key]}"
+        elif parts is not None:
+            yield f"{title} {_percent(getattr(parts, key), getattr(parts, f'{key}_std', None))} %"
 
 
 def _format_curve(summary: Mapping[str, Any]) -> str:

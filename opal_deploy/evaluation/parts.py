@@ -135,8 +135,8 @@ class PartProtocol:
 def explain_undefined(metadata: Metadata, *, cropped: bool = True) -> dict[str, str]:
     """Return, per figure, why it is not defined for a model; empty if all are."""
     reason = "" if cropped else "the protocol crops to the boxes; leave --no-boxes out"
-    if metadata.evidence == "none":
-        reason = "the model has no prototypes (evidence none); only models with anchors have"
+    if metadata.evidence in ("none", "regions"):
+        reason = f"the model has no prototypes (evidence {metadata.evidence}); only models with anchors have"
     elif metadata.input_size != (_SIDE, _SIDE):
         size = "x".join(map(str, metadata.input_size))
         reason = f"its input is {size}, but the protocol's regions are defined on 224x224; train it with --size 224"

@@ -70,8 +70,7 @@ def pool_features(
         samples: n images, perhaps none.
         boxes: crop images to the samples' boxes.
     """
-    network.eval()
-    config, device = network.config, next(network.parameters()).device
+    config, device = network.config, next(network.eval().parameters()).device
 
     def pool(pixels: ImageBatch) -> torch.Tensor:
         inputs = torch.from_numpy(normalise(pixels, config.mean, config.std)).to(device)
@@ -131,12 +130,9 @@ def build_evaluation(document: Mapping[str, Any], data: DataSet, split: str) -> 
     if figures := document.get("faithfulness"):
         rows = {row["ranking"]: row for row in figures["rankings"]}
         own, random = rows[CONTRIBUTION], rows.get(RANDOM)
-        removal = {
-            "fill": own["fill"],
-            "changed": 1 - own["class_kept"],
-            "changed_random": None if random is None else 1 - random["class_kept"],
-            "drop_beyond_random": None if random is None else random["advantage"]["drop"],
-        }
+        removal = {"fill": own["fill"], "changed": 1 - own["class_kept"]}
+        removal["changed_random"] = None if random is None else 1 - random["class_kept"]
+        removal["drop_beyond_random"] = None if random is None else random["advantage"]["drop"]
         # version 0.1.0 expects shares of cells that stay under a change of the image
         kept = {key: figures[key] for key in ("images", "random_control")}
         evaluation["faithfulness"] = {**kept, "removal": [removal], "same_cell": {}}

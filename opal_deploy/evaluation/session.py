@@ -134,10 +134,7 @@ def evaluate_session(
     session: Session, samples: Sequence[Sample], *, boxes: bool = True, batch: int = 16,
     parts: PartLocations | None = None, progress: Progress = no_progress, model: str = "the model",
 ) -> EvaluationResult:  # fmt: skip
-    """Evaluate a session on `samples` (at least one).
-
-    Args:
-        parts: the samples' part locations; None leaves out consistency, stability and purity.
+    """Evaluate a session on `samples` (at least one); without `parts`, consistency, stability and purity are left out.
 
     Raises:
         UsageError: an image cannot be used, or the logits for an image are not finite.
@@ -195,11 +192,9 @@ def _spread(number: int, share: int) -> list[int]:
 
 
 def compare_presets(session: Session, samples: Sequence[Sample], result: EvaluationResult) -> Iterator[str]:
-    """Yield a warning if somebody's classifier answers clearly more images right with another preset of preprocessing.
+    """Yield a warning if a classifier is clearly more accurate with another preset of preprocessing than in `result`.
 
-    Args:
-        session: of an additive head, whose file may state the wrong preprocessing.
-        result: of the session on all samples.
+    The session is of an additive head, whose file may state the wrong preprocessing.
     """
     metadata = session.metadata
     chosen = choose_samples(samples, _PRESET_IMAGES)

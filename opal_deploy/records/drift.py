@@ -112,38 +112,33 @@ def select_shifts(tests: Sequence[Shift], max_q: float, min_effect: float) -> li
 
 
 def find_smallest_shift(tests: Sequence[Shift], images: tuple[int, int], max_q: float, min_effect: float) -> float:
-    """Return the distance from which the distribution of one quantity of all images would have been a shift.
-
-    Args:
-        images: number of images before and after.
-    """
+    """Return the distance from which one quantity of all `images`, before and after, would have been a shift."""
     quantities = sum(test.kind in _QUANTITIES for test in tests)
     # the smallest of the p-values of a family of a few tests
     p = max_q / (_FAMILIES * max(quantities, 1))
     return max(min(float(kstwobign.isf(p)) / _scale(*images), 1.0), min_effect)
 
 
-# kinds of shifts that rose and that fell, one of which must be among them; the likely cause; and the section of
-# docs/howto/drift.md that says what to do
-_CAUSES: tuple[tuple[set[str], set[str], str, str], ...] = (
-    ({"ood_score"}, set(), "Pictures are less like the training images", "OpalUnknownImages"),
-    ({"shared_cells"}, {"norm"}, "Evidence is weaker in all classes, as with blur or another lens",
-     "OpalEvidenceChanged"),
-    ({"score", "contribution"}, {"score", "contribution"}, "Single slots match more weakly or strongly",
-     "OpalEvidenceChanged"),
-    ({"place"}, {"place"}, "Slots look elsewhere: another framing, or something new at that place", "OpalSlotsMoved"),
-    (set(), {"cosine", "margin"}, "Answers are less certain; expect more wrong ones", "OpalConfidenceChanged"),
-    ({"cosine", "margin"}, set(), "Answers are more certain, as with many similar pictures", "OpalConfidenceChanged"),
-    ({"label"}, {"label"}, "Class shares have changed", "OpalClassShares"),
+# kinds of shifts with `+` for those that rose and `-` for those that fell, one of which must be among them; the section
+# of docs/howto/drift.md that says what to do; and the likely cause
+_CAUSES: tuple[tuple[set[str], str, str], ...] = (
+    ({"+ood_score"}, "OpalUnknownImages", "Pictures are less like the training images"),
+    ({"+shared_cells", "-norm"}, "OpalEvidenceChanged",
+     "Evidence is weaker in all classes, as with blur or another lens"),
+    ({"+score", "-score", "+contribution", "-contribution"}, "OpalEvidenceChanged",
+     "Single slots match more weakly or strongly"),
+    ({"+place", "-place"}, "OpalSlotsMoved", "Slots look elsewhere: another framing, or something new at that place"),
+    ({"-cosine", "-margin"}, "OpalConfidenceChanged", "Answers are less certain; expect more wrong ones"),
+    ({"+cosine", "+margin"}, "OpalConfidenceChanged", "Answers are more certain, as with many similar pictures"),
+    ({"+label", "-label"}, "OpalClassShares", "Class shares have changed"),
 )  # fmt: skip
 
 
 def interpret(shifts: Sequence[Shift]) -> dict[str, str]:
     """Return the likely causes of a pattern of shifts, by the section of docs/howto/drift.md that says what to do."""
-    rose, fell = ({shift.kind for shift in shifts if shift.rose is up} for up in (True, False))
-    causes: dict[str, str] = {}
-    for ups, downs, text, section in _CAUSES:
-        if ups & rose or downs & fell:
+    changes, causes = {("+" if shift.rose else "-") + shift.kind for shift in shifts}, dict[str, str]()
+    for kinds, section, text in _CAUSES:
+        if kinds & changes:
             causes.setdefault(section, text)
     return causes
 
@@ -151,8 +146,6 @@ def interpret(shifts: Sequence[Shift]) -> dict[str, str]:
 class _Slot(NamedTuple):
     """The observations of one slot in the n answers with its class; those that are not known are left out."""
 
-    class_id: int
-    slot: int
     measured: SlotBaseline
     score: DoubleArray
     contribution: DoubleArray
@@ -166,7 +159,6 @@ class Comparison:
     """
 
     def __init__(self, now: Observations, baseline: Baseline, class_map: ClassMap) -> None:
-        """Sort the observations by slot."""
         self._now, self._baseline = now, baseline
         self._class_counts = np.bincount(now.class_ids, minlength=len(baseline.classes))
         self._slots: dict[tuple[int, int], _Slot] = {}
@@ -177,15 +169,17 @@ class Comparison:
                 scores, contributions, places = own.scores[:, slot], own.contributions[:, slot], own.places[:, slot]
                 known = np.bincount(places[places >= 0], minlength=len(PLACES))
                 if measured is not None and known.sum() >= _MIN_ANSWERS:
-                    self._slots[class_id, slot] = _Slot(
-                        class_id, slot, measured, scores[~np.isnan(scores)], contributions[~np.isnan(contributions)],
-                        known,
-                    )  # fmt: skip
+                    known_parts = contributions[~np.isnan(contributions)]
+                    self._slots[class_id, slot] = _Slot(measured, scores[~np.isnan(scores)], known_parts, known)
 
     def list_tests(self) -> list[Shift]:
         """Return all tests, with their q-values: of labels, of each quantity, and of each slot with enough answers."""
-        families = self._compare_labels(), self._compare_quantities(), self._compare_slots()
-        return [test for family in families for test in _adjust(list(family))]
+        tests: list[Shift] = []
+        for family in map(list, (self._compare_labels(), self._compare_quantities(), self._compare_slots())):
+            all_q = false_discovery_control([test.p for test in family]).tolist() if family else []
+            # each family at a third of the level
+            tests += [replace(test, q=min(1.0, q * _FAMILIES)) for test, q in zip(family, all_q, strict=True)]
+        return tests
 
     def list_bars(self, shift: Shift, class_names: Sequence[str]) -> list[Bar]:
         """Return the bars of a shift: each bar's meaning, and its share of the answers before and after.
@@ -220,13 +214,13 @@ class Comparison:
 
     def _compare_slots(self) -> Iterator[Shift]:
         kinds: tuple[Kind, ...] = ("score", "contribution")
-        for slot in self._slots.values():
+        for (class_id, number), slot in self._slots.items():
             for kind in kinds:
                 quantiles, values = getattr(slot.measured, kind), getattr(slot, kind)
                 if len(quantiles) and len(values):
                     test = _compare_values(kind, quantiles, SLOT_LEVELS, values, slot.measured.images)
-                    yield replace(test, class_id=slot.class_id, slot=slot.slot)
-            yield _compare_places(slot)
+                    yield replace(test, class_id=class_id, slot=number)
+            yield _compare_places(slot, class_id=class_id, slot=number)
 
 
 def _find_distance(
@@ -296,23 +290,15 @@ def _compare_share(kind: Kind, before: tuple[int, int], after: tuple[int, int], 
     return Shift(kind, p, abs(change), change > 0, old, new, before[1], after[1], **details)
 
 
-def _compare_places(slot: _Slot) -> Shift:
+def _compare_places(observed: _Slot, **details: Any) -> Shift:
     """Return the test of the place whose share differs most; its p-value accounts for all places."""
-    before, after = slot.measured.images, int(slot.places.sum())
-    old, new = np.array(slot.measured.places), slot.places / after
+    before, after = observed.measured.images, int(observed.places.sum())
+    old, new = np.array(observed.measured.places), observed.places / after
     mean = (old * before + new * after) / (before + after)
     deviations = np.abs(old - new) / np.sqrt(np.maximum(mean * (1 - mean), 1e-12))
     # among places that changed about as much, the place that slots moved to says more than the one that they left
     most = deviations >= _ABOUT_AS_MUCH * deviations.max()
     place = int(np.where(most, new - old, -np.inf).argmax())
-    shares = (round(old[place] * before), before), (int(slot.places[place]), after)
-    test = _compare_share("place", *shares, class_id=slot.class_id, slot=slot.slot, place=place)
+    shares = (round(old[place] * before), before), (int(observed.places[place]), after)
+    test = _compare_share("place", *shares, place=place, **details)
     return replace(test, p=min(1.0, test.p * int(np.count_nonzero(mean))))
-
-
-def _adjust(tests: Sequence[Shift]) -> list[Shift]:
-    """Return the tests of one family with their q-values, multiplied by the number of families."""
-    if not tests:
-        return []
-    all_q = false_discovery_control([test.p for test in tests]).tolist()
-    return [replace(test, q=min(1.0, q * _FAMILIES)) for test, q in zip(tests, all_q, strict=True)]

@@ -57,12 +57,6 @@ def edit(out, change):
     (out / "results.jsonl").write_text("".join(lines))
 
 
-def edit_run(out, change):
-    document = json.loads((out / "run.json").read_text())
-    change(document)
-    (out / "run.json").write_text(json.dumps(document))
-
-
 @pytest.mark.parametrize(
     ("positions", "shard", "complete", "note"),
     [
@@ -77,15 +71,10 @@ def test_a_run_as_it_was_written_has_no_fault(run, check, positions, shard, comp
     assert report.run_notes == ["The signature of run.json is valid", note]
 
 
-def _remove(*places):
-    return lambda lines: lines.__setitem__(slice(None), [line for n, line in enumerate(lines) if n not in places])
-
-
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        (_remove(7), "12 images were answered, 11 records are here; missing: 7 (image_index)"),
-        (_remove(*range(1, 12)), "12 images were answered, 1 records are here; missing: 1-11 (image_index)"),
+        (lambda lines: lines.__delitem__(slice(7, 9)), "12 images were answered, 10 records are here; missing: 7-8"),
         (lambda lines: lines.insert(3, lines[3]), "12 images were answered, 13 records are here; repeated: 3"),
         (lambda lines: lines.__setitem__(7, lines[3]), "12 records are here; missing: 7; repeated: 3 (image_index)"),
         (lambda lines: lines.reverse(), "the records are not those that the run wrote, or in another order"),
@@ -99,18 +88,12 @@ def test_what_happened_to_the_records_is_told(run, check, change, fault):
     assert fault in ", ".join(report.run_faults)
 
 
-@pytest.mark.parametrize(
-    ("change", "fault"),
-    [
-        (lambda run: run["records"].update(count=11), "run.json: changed after it was signed"),
-        (lambda run: run.pop("signature"), "run.json: it is not signed"),
-        (lambda run: run.update(signature=1), "run.json: its signature is damaged"),
-    ],
-)
-def test_without_its_signed_run_a_signed_record_is_not_enough(run, check, change, fault):
+def test_without_its_signed_run_a_signed_record_is_not_enough(run, check):
     out = run()
-    edit_run(out, change)
-    assert fault in ", ".join(check(out).run_faults)
+    document = json.loads((out / "run.json").read_text())
+    document["records"]["count"] = 11
+    (out / "run.json").write_text(json.dumps(document))
+    assert "run.json: changed after it was signed" in ", ".join(check(out).run_faults)
     (out / "run.json").unlink()
     assert "run.json: it is missing or damaged" in ", ".join(check(out).run_faults)
     # an extract that is handed over alone

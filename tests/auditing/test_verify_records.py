@@ -6,12 +6,15 @@ import json
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 import opal_deploy
 from opal_deploy.artifact.files import compute_sha256
-from opal_deploy.auditing.verify_records import CheckOptions, sample_lines, verify_records
+from opal_deploy.auditing.verify_records import CheckOptions, GivenImages, sample_lines, verify_records
 from opal_deploy.predict.prepare import InferenceOptions
+from opal_deploy.records.build import error_record
 from opal_deploy.runtime.onnx_session import OnnxSession
+from opal_deploy.sources.image import InputImage
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +99,9 @@ def test_a_change_of_any_field_is_found_and_named(verify, records, answered):
             assert any(name == field or name.startswith(f"{field}[") for field in fields), (path, fields)
 
 
-def test_a_missing_or_additional_field_is_found(verify, answered):
-    cases = [{k: v for k, v in answered.items() if k != key} for key in answered]
-    cases += [{**answered, "note": 1}, {**answered, "overlay": "../../etc/passwd"}]
-    cases += [{**answered, "evidence": answered["evidence"][::-1]}, {**answered, "evidence": answered["evidence"][:-1]}]
-    assert {finding.line for finding in verify(cases).findings} == set(range(1, len(cases) + 1))
+def test_a_missing_slot_and_somebody_elses_overlay_are_found(verify, answered):
+    cases = [{**answered, "evidence": answered["evidence"][:-1]}, {**answered, "overlay": "../../etc/passwd"}]
+    assert [finding.line for finding in verify(cases).findings] == [1, 2]
 
 
 def test_untouched_records_are_what_the_model_computes(verify, records, answered, folder):
@@ -134,6 +135,14 @@ def test_a_broken_image_may_have_had_another_message_and_code_for_it(verify, ans
     record |= {"image_sha256": hashlib.sha256(data).hexdigest(), "model_sha256": answered["model_sha256"]}
     report = verify([{**record, "error": {"code": code, "message": "OSError: of an earlier version"}}])
     assert report.different == different, report.findings
+
+
+def test_images_of_one_name_are_told_apart_by_their_content():
+    given = GivenImages([InputImage("a.png", content) for content in (b"first", b"second")])
+    for content in (b"second", b"first"):
+        record = error_record("a.png", "not_an_image", "")
+        found = given.find(structs.replace(record, image_sha256=hashlib.sha256(content).hexdigest()))
+        assert found.source == content
 
 
 def test_a_sample_has_its_size_and_is_the_same_for_a_seed(tmp_path, records):

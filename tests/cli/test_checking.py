@@ -1,12 +1,10 @@
 """`opal-deploy verify RESULTS` and `opal-deploy diff`, run before a record is believed or a model replaced."""
 
 import json
-import warnings
-import zipfile
 
 import pytest
 
-from tests.cli.calls import check, one_line, read_results
+from tests.cli.calls import check, one_line
 
 
 @pytest.fixture(scope="module")
@@ -30,37 +28,6 @@ def test_a_runs_records_are_what_its_model_computes(opal, run, exact_model):
     done = check(opal("verify", *arguments, cwd=run))
     assert "2 of 4 records (--seed 5)" in done.stderr
     assert json.loads(done.stdout)["checked"] == 2
-
-
-@pytest.fixture(scope="module")
-def archived(opal, exact_model, make_pictures, tmp_path_factory):
-    """A folder with an archive whose members have few names, an empty folder, and their results in `zip`."""
-    folder = tmp_path_factory.mktemp("archived")
-    (folder / "empty").mkdir()
-    names = ("dup.png", "./dup.png", "dup.png", "c/d.png", "C/d.png")
-    contents = [path.read_bytes() for path in make_pictures(folder / "in", len(names))]
-    with warnings.catch_warnings(), zipfile.ZipFile(folder / "x.zip", "w") as packed:
-        warnings.simplefilter("ignore")  # of zipfile's, about the names
-        for name, content in zip(names, contents, strict=True):
-            packed.writestr(name, content)
-    check(opal("infer", "x.zip", "empty", "--model", exact_model, "--no-isolate", "--out", "zip", cwd=folder), 3)
-    return folder
-
-
-def test_images_of_one_name_are_told_apart(opal, archived, exact_model, tmp_path):
-    results = read_results(archived / "zip")
-    assert [record["image_index"] for record in results] == list(range(6))
-    out = tmp_path / "results.jsonl"
-    out.write_text("".join(json.dumps(record) + "\n" for record in results))
-    options = ("--model", exact_model, "--all")
-    for images in (("empty", "x.zip"), ("x.zip", "empty")):
-        check(opal("verify", out, *images, *options, cwd=archived))
-    # a member that is another one now
-    results[0]["image_sha256"] = "0" * 64
-    out.write_text(json.dumps(results[0]) + "\n")
-    done = check(opal("verify", out, "x.zip", "empty", *options, cwd=archived), 4)
-    assert "the image differs from the one that was explained" in done.stderr
-    assert opal("diff", "zip", "zip", "--fail-on", "any", cwd=archived).returncode == 0
 
 
 def test_a_model_has_not_changed_against_its_own_results(opal, run, exact_model):

@@ -160,16 +160,12 @@ def test_a_model_without_prototypes_has_no_collapse_and_its_crop_is_compared_wit
     assert metrics(folder / "train", linear, split="all", dataset="imagefolder")["all_images"] == 12
 
 
-@pytest.mark.parametrize(
-    ("classes", "message"),
-    [(["0", "1", "3", "2"], "number 3 is '3' in the model"), (["0", "1", "2"], "knows 3 classes, .* has 4")],
-)
-def test_other_classes_are_refused_before_the_model_runs(folder, metrics, tmp_path, monkeypatch, classes, message):
+def test_other_classes_are_refused_before_the_model_runs(folder, metrics, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "opal_deploy.evaluation.measure.evaluate_session", lambda *_, **options: pytest.fail(f"{options['model']} ran")
     )
-    with pytest.raises(UsageError, match=message):
-        metrics(folder, _save(tmp_path / "other.pt", classes))
+    with pytest.raises(UsageError, match=r"knows 4 classes, .* has 4: number 3 is '3' in the model"):
+        metrics(folder, _save(tmp_path / "other.pt", ["0", "1", "3", "2"]))
 
 
 def test_faithfulness_without_prototypes_is_refused_before_the_data_is_read(metrics, linear, tmp_path):

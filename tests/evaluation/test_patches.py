@@ -77,10 +77,6 @@ def test_the_atlas_shows_the_patches_of_a_data_set_or_those_that_the_model_keeps
     done = opal("atlas", tmp_path / "data", "--model", own, "--out", out)
     assert "patches of 12 slots" in done.stderr, done.stderr
     shown = out.read_text("utf-8").count("data:image/jpeg;base64,")
-    with pytest.raises(UsageError, match="exists"):
-        create_atlas(own, data=tmp_path / "data", out=out)
-    with pytest.raises(UsageError, match="number 3"):
-        create_atlas(exact_model, data=tmp_path / "data", out=out, overwrite=True)
     files = sorted(tmp_path.glob("data/train/*/*"))
     samples = [Sample(path, checkpoint.class_names.index(path.parent.name)) for path in files]
     checkpoint.patches = collect_patches(TorchSession(checkpoint), samples, "train")
