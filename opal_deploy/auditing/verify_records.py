@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
