@@ -49,10 +49,6 @@ def _format_resume_command() -> str:
     return shlex.join([Path(name).name, *kept, "--resume"])
 
 
-def _describe_epoch(epoch: int) -> str:
-    return f"epoch {epoch}" if epoch else "the fitted head on the frozen network"
-
-
 def _print_result(result: TrainResult) -> None:
     from opal_deploy.evaluation.metrics import format_classes
 
@@ -60,7 +56,8 @@ def _print_result(result: TrainResult) -> None:
         print_message(line)
     last = result.epochs[-1].epoch
     kind = "validation accuracy" if result.config["data"]["val"] else "accuracy out of fold"
-    print_message(f"Best: {_describe_epoch(result.best_epoch)} ({kind} {result.val.accuracy:.1%})")
+    best = f"epoch {result.best_epoch}" if result.best_epoch else "the fitted head on the frozen network"
+    print_message(f"Best: {best} ({kind} {result.val.accuracy:.1%})")
     if result.best_epoch == 0 < last:
         print_message(
             f"Fine-tuning gained nothing on the {result.val.images} validation images, so the fitted head is kept"

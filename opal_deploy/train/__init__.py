@@ -4,7 +4,7 @@ Start at `api.train_model`, which the command calls, and `loop.fit`: from a data
 
     options        every option once, recipes; imports no torch
     loop           prepare, fit the head, choose the stride, an epoch, validate; the learning rate and the best epoch
-    network        the network that a run starts with
+    network        a run, and the network that it starts with
     head_fit       the head fitted to features of the frozen network
     losses         cross-entropy and the terms of the attention
     images         decoded and augmented images in batches; regions that the attention is kept off

@@ -64,11 +64,6 @@ class PaperAugmentation:
         """(H1, W1), the size before augmentation: 232 for 224."""
         return _scale_size(self.input_size, _RESIZE_SIZE)
 
-    @property
-    def crop_size(self) -> tuple[int, int]:
-        """(H, W) after the random resized crop: 228 for 224."""
-        return _scale_size(self.input_size, _CROP_SIZE)
-
     def keep(self, pixels: NDArray[np.uint8], *, mirrored: bool) -> NDArray[np.uint8]:
         """Return the image as it is, or its mirror image, at `input_size`."""
         height, width = self.input_size
@@ -89,7 +84,7 @@ class PaperAugmentation:
         if rng.random() < 0.5:
             images = [F.horizontal_flip(image) for image in images]
         top, left, rows, cols = sample_resized_crop(images[0], rng)
-        size = list(self.crop_size)
+        size = list(_scale_size(self.input_size, _CROP_SIZE))
         images = [F.resized_crop(image, top, left, rows, cols, size, InterpolationMode.BILINEAR) for image in images]
         images[0] = apply_photometric(images[0], rng)
         top = int(rng.integers(images[0].height - height + 1))

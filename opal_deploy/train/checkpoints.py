@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from opal_deploy.artifact.measurements import Calibration, ReceptiveField
 from opal_deploy.artifact.opal_head import embedding
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.patches import Patches
-from opal_deploy.datasets.samples import DataSet, Sample
+from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.evaluation.calibration import calibrate
 from opal_deploy.evaluation.cells import measure_receptive_field
@@ -43,13 +44,14 @@ from opal_deploy.records.decision import describe_supported_rates
 from opal_deploy.runtime.torch_session import TorchSession, to_outputs
 from opal_deploy.train import machine
 from opal_deploy.train.images import Batches, Loaders, normalize
+from opal_deploy.train.network import Run
 from opal_deploy.train.out_of_fold import OutOfFold
 from opal_deploy.train.run_directory import (
     RESUME_ADVICE,
     EpochRecord,
     TrainResult,
     TrainRunDirectory,
-    describe_differences,
+    refuse_other_run,
     stop_when_full,
 )
 
@@ -69,12 +71,12 @@ class LabelledOutputs(NamedTuple):
     @staticmethod
     def of(outputs: Outputs, labels: NDArray[np.int64], config: NetworkConfig) -> LabelledOutputs:
         """Return what metrics need of a network's outputs for n images."""
-        class_map, cells, batch_margins = config.class_map, None, None
+        class_map, cells, top2_margins = config.class_map, None, None
         if outputs.argmax is not None:
-            cells = np.take_along_axis(outputs.argmax, class_map.channel_table[labels], axis=1)
+            cells = class_map.take(outputs.argmax, labels)
         if outputs.scores is not None:
-            batch_margins = margins(outputs.logits, embedding(outputs.scores, config.head.epsilon), class_map)
-        return LabelledOutputs(outputs.logits, labels, cells, batch_margins)
+            top2_margins = margins(outputs.logits, embedding(outputs.scores, config.head.epsilon), class_map)
+        return LabelledOutputs(outputs.logits, labels, cells, top2_margins)
 
     def compute_metrics(self, class_map: ClassMap, scale: float = 1.0) -> Evaluation:
         """Return the metrics over all images of a network with this map, the loss of logits times `scale`."""
@@ -90,14 +92,10 @@ def predict(
     lower_precision: bool = False,
     progress: Progress = no_progress,
 ) -> LabelledOutputs:
-    """Return the outputs of all batches, computed on the network's device.
+    """Return the outputs of all batches, at least one, computed on the device of the network in evaluation mode.
 
-    Args:
-        network: left in evaluation mode.
-        batches: at least one image.
-        fabric: the processes whose outputs are returned; None is this one.
-        lower_precision: compute the backbone in the run's precision; the head stays float32, as in exported files.
-        progress: called after each batch.
+    They are those of all processes of `fabric`; None is this one. With `lower_precision` the backbone computes in the
+    run's precision; the head stays float32, as in exported files.
 
     Raises:
         UsageError: names an image that cannot be decoded.
@@ -109,7 +107,7 @@ def predict(
     with torch.inference_mode():
         for images, labels in batches:
             inputs = normalize(images.to(device, non_blocking=True), config.mean, config.std)
-            with machine.autocast(fabric if lower_precision else None):
+            with fabric.autocast() if fabric is not None and lower_precision else nullcontext():
                 features = network.backbone(inputs)
             outputs = to_outputs(network.head.explain(network.head.project(features.float())))
             parts.append(LabelledOutputs.of(outputs, labels.numpy(), config))
@@ -122,87 +120,22 @@ def predict(
 
 @dataclass(frozen=True)
 class Measurements:
-    """The measurements of a network for its checkpoint, in float32.
+    """The measurements of a network for its checkpoint, in float32."""
 
-    Attributes:
-        val, test: metrics on the validation split, or out of fold, and on the test split; `test` is None without one.
-        classes: answers per class on the test split, or on the validation split without one.
-        calibration: fitted to the validation split.
-        receptive_field, baseline, neighbours, patches: only of the process that writes the checkpoint, else None.
-    """
-
-    val: Evaluation
+    val: Evaluation  # on the validation split, or out of fold
     test: Evaluation | None
-    classes: list[ClassCounts]
-    calibration: Calibration
-    receptive_field: ReceptiveField | None
-    baseline: Baseline | None
-    neighbours: Neighbours | None
-    patches: Patches | None
+    classes: list[ClassCounts]  # answers per class on the test split, or on the validation split without one
+    calibration: Calibration  # fitted to the validation split
+    # only of the process that writes the checkpoint
+    receptive_field: ReceptiveField | None = None
+    baseline: Baseline | None = None
+    neighbours: Neighbours | None = None
+    patches: Patches | None = None
 
     @property
     def metrics(self) -> dict[str, Any]:
         """The metrics of both splits, as the checkpoint keeps them."""
         return {**self.val.to_dict("val"), **(self.test.to_dict("test") if self.test else {})}
-
-
-def measure_network(
-    network: OpalNetwork,
-    data: DataSet,
-    loaders: Loaders,
-    background: list[Sample],
-    fabric: Fabric,
-    progress: Progress,
-    answers: OutOfFold | None = None,
-) -> Measurements:
-    """Measure a network for its checkpoint.
-
-    Args:
-        network: left in evaluation mode.
-        data, loaders: of the run.
-        background: out-of-distribution images, perhaps none.
-        fabric: the processes of the run.
-        progress: called with images done.
-        answers: out-of-fold answers of a network whose head was fitted to all training images, instead of answers to
-            validation images.
-    """
-    machine.set_tf32(enabled=False)
-    config, test = network.config, None
-    if answers is None:
-        assert loaders.val is not None  # without out-of-fold answers
-        outputs = predict(network, loaders.val, fabric, progress=progress)
-    else:
-        outputs = LabelledOutputs.of(answers.outputs, answers.labels, config)
-    val, calibration = outputs.compute_metrics(config.class_map), calibrate(outputs.logits, outputs.labels)
-    if answers is not None:
-        calibration = replace(calibration, split="out-of-fold")
-    # only the process that writes them measures them, on a bounded number of images
-    receptive_field = baseline = neighbours = patches = None
-    if fabric.is_global_zero:
-        receptive_field = measure_receptive_field(network, data.val or data.train)
-        neighbours = (
-            answers.neighbours if answers else fit_neighbours(network, data.train, background, progress=progress)
-        )
-        network.neighbours = neighbours
-        model = Checkpoint(network, data.class_names, receptive_field=receptive_field)
-        if answers is None:
-            session = TorchSession(model, device=str(fabric.device))
-            baseline = measure_baseline(session, data.val, neighbours, progress=progress)
-        elif config.head.evidence == "exact":
-            kept = 0 if neighbours is None else neighbours.num_background
-            baseline = baseline_of(answers.outputs, build_metadata(model), kept, "out-of-fold")
-        network.neighbours = None
-        if answers is None or answers.whole is None:
-            session = TorchSession(model, device=str(fabric.device))
-            patches = collect_patches(session, data.train, "train", progress=progress)
-        elif config.head.evidence == "exact":
-            samples = [data.train[position] for position in answers.whole[0].tolist()]
-            patches = cut_patches(answers.whole[1], samples, build_metadata(model), "train")
-    if loaders.test is not None:
-        outputs = predict(network, loaders.test, fabric, progress=progress)
-        test = outputs.compute_metrics(config.class_map)
-    classes = count_by_class(outputs.logits, outputs.labels, data.class_names)
-    return Measurements(val, test, classes, calibration, receptive_field, baseline, neighbours, patches)
 
 
 @dataclass
@@ -225,32 +158,69 @@ def copy_weights(network: OpalNetwork) -> dict[str, Tensor]:
 
 @dataclass
 class RunWriter:
-    """Writes the checkpoints of a run; every process calls it, and the first one writes.
+    """Measures a network for its checkpoints and writes them; every process calls it, and the first one writes.
 
     Checkpoints carry `config`, the content of config.json.
     """
 
     run_dir: TrainRunDirectory
-    data: DataSet
+    run: Run
     network: OpalNetwork
     loaders: Loaders
-    background: list[Sample]
+    background: list[Sample]  # out-of-distribution images, perhaps none
     config: dict[str, Any]
-    edits: tuple[dict[str, Any], ...]
-    fabric: Fabric
-    progress: Progress
     # epoch and measurements of the weights in best.pt
     measured: tuple[int, Measurements] | None = None
 
     def measure(self, epoch: int, answers: OutOfFold | None = None) -> Measurements:
-        """Measure the network as it is, the weights of an epoch; see `measure_network`."""
-        with machine.unchanged_random_state(self.fabric.device):
-            measured = measure_network(
-                self.network, self.data, self.loaders, self.background, self.fabric, self.progress, answers
-            )
-        machine.set_tf32(self.config["options"]["tf32"])
+        """Measure the network as it is, the weights of an epoch.
+
+        Out-of-fold `answers`, of a network whose head was fitted to all training images, stand in for answers to
+        validation images.
+        """
+        run, config, class_map = self.run, self.network.config, self.network.config.class_map
+        # measuring must not change the run's random numbers
+        with torch.random.fork_rng([run.fabric.device] if run.fabric.device.type == "cuda" else []):
+            machine.set_tf32(enabled=False)
+            if answers is not None:
+                outputs = LabelledOutputs.of(answers.outputs, answers.labels, config)
+            else:
+                assert self.loaders.val is not None  # without out-of-fold answers
+                outputs = predict(self.network, self.loaders.val, run.fabric, progress=run.progress)
+            val, calibration, test = outputs.compute_metrics(class_map), calibrate(outputs.logits, outputs.labels), None
+            if answers is not None:
+                calibration = replace(calibration, split="out-of-fold")
+            # only the process that writes them measures them, on a bounded number of images
+            own = self._measure_evidence(answers) if run.fabric.is_global_zero else {}
+            if self.loaders.test is not None:
+                outputs = predict(self.network, self.loaders.test, run.fabric, progress=run.progress)
+                test = outputs.compute_metrics(class_map)
+            classes = count_by_class(outputs.logits, outputs.labels, run.data.class_names)
+        machine.set_tf32(run.options.tf32)
+        measured = Measurements(val, test, classes, calibration, **own)
         self.measured = epoch, measured
         return measured
+
+    def _measure_evidence(self, answers: OutOfFold | None) -> dict[str, Any]:
+        """Return the receptive field, neighbours, baseline and patches."""
+        network, data, progress = self.network, self.run.data, self.run.progress
+        field = measure_receptive_field(network, data.val or data.train)
+        model = Checkpoint(network, data.class_names, receptive_field=field)
+        if answers is None:
+            neighbours = network.neighbours = fit_neighbours(network, data.train, self.background, progress=progress)
+            session = TorchSession(model, device=str(self.run.fabric.device))
+            baseline = measure_baseline(session, data.val, neighbours, progress=progress)
+            patches = collect_patches(session, data.train, "train", progress=progress)
+            network.neighbours = None
+            return {"receptive_field": field, "neighbours": neighbours, "baseline": baseline, "patches": patches}
+        known: dict[str, Any] = {"receptive_field": field, "neighbours": answers.neighbours}
+        if network.config.head.evidence == "exact" and answers.whole is not None:
+            positions, outputs = answers.whole
+            metadata, samples = build_metadata(model), [data.train[position] for position in positions.tolist()]
+            kept = 0 if answers.neighbours is None else answers.neighbours.num_background
+            known["baseline"] = baseline_of(answers.outputs, metadata, kept, "out-of-fold")
+            known["patches"] = cut_patches(outputs, samples, metadata, "train")
+        return known
 
     def write_best(self, state: TrainState) -> Measurements:
         """Measure the best weights so far, then write best.pt; leaves them in the network."""
@@ -275,14 +245,14 @@ class RunWriter:
         resume = {
             "progress": asdict(replace(state, best_weights=None)),
             "optimizer": optimizer.state_dict(),
-            "scaler": self.fabric.strategy.precision.state_dict(),
+            "scaler": self.run.fabric.strategy.precision.state_dict(),
             # every process draws random numbers of its own
-            "random": machine.gather(self.fabric, machine.get_random_state(self.fabric.device)),
+            "random": machine.gather(self.run.fabric, machine.get_random_state(self.run.fabric.device)),
             "best_weights": None if state.best and state.best[0] == state.epoch else state.best_weights,
         }
         weights = copy_weights(self.network)
         self._save(self.run_dir.last, state.checkpoint_metrics, {"state_dict": weights, RESUME_KEY: resume})
-        if self.fabric.is_global_zero:
+        if self.run.fabric.is_global_zero:
             with stop_when_full():
                 self.run_dir.write_epochs(state.records)
 
@@ -290,7 +260,7 @@ class RunWriter:
         """Measure the best weights, and write best.pt and summary.json."""
         run_dir, records, measured = self.run_dir, state.records, self.write_best(state)
         assert state.best is not None
-        if self.fabric.is_global_zero:
+        if self.run.fabric.is_global_zero:
             summary = {
                 "epoch": state.best[0],
                 **measured.metrics,
@@ -302,54 +272,37 @@ class RunWriter:
             }
             with stop_when_full():
                 write_json(run_dir.summary, summary)
-        self.fabric.barrier()
+        self.run.fabric.barrier()
         return TrainResult(
             run_dir.best, state.best[0], records, measured.val, measured.test, measured.calibration, run_dir.last,
             self.config, measured.classes, [*describe_supported_rates(measured.val.risk or {}, measured.baseline)],
         )  # fmt: skip
 
     def _save(self, path: Path, metrics: dict[str, Any], content: dict[str, Any], **measurements: Any) -> None:
-        if self.fabric.is_global_zero:
+        run = self.run
+        if run.fabric.is_global_zero:
             checkpoint = Checkpoint(
-                self.network, self.data.class_names, crop=self.data.crop, metrics=metrics, training=self.config,
-                edits=self.edits, **measurements,
+                self.network, run.data.class_names, crop=run.data.crop, metrics=metrics, training=self.config,
+                edits=() if run.start is None or run.new_classes else run.start.edits, **measurements,
             )  # fmt: skip
             with stop_when_full():
                 save(path, checkpoint, extra=content)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Return the content of a run's own checkpoint.
-
-    Raises:
-        CheckpointError: the file is damaged, or not a checkpoint of this trainer.
-    """
-    try:
-        raw = load_torch_file(path)
-    except CheckpointError:
-        raw = None
+    """Return the content of a run's own checkpoint; raise CheckpointError for a damaged file or one of another kind."""
+    raw = load_torch_file(path)
     if not isinstance(raw, dict) or not {"state_dict", "training", "metrics"} <= raw.keys():
-        raise CheckpointError(f"{path}: damaged, or not a checkpoint of this trainer; {RESUME_ADVICE}")
+        raise CheckpointError(f"{path}: not a checkpoint of this trainer; {RESUME_ADVICE}")
     return raw
-
-
-def refuse_other_run(path: Path, stored: Any, config: dict[str, Any]) -> None:
-    """Raise UsageError if last.pt, at `path`, is of another run than `config`; see `describe_differences`."""
-    if differences := describe_differences(stored, config):
-        raise UsageError(f"{path.parent}: holds another run: {'; '.join(differences)}; {RESUME_ADVICE}")
 
 
 def restore(
     path: Path, last: dict[str, Any], config: dict[str, Any], network: OpalNetwork, optimizer: Any, fabric: Fabric
 ) -> TrainState:
-    """Put network, optimizer, scaler and generators into the state of last.pt; return the progress.
+    """Put network, optimizer, scaler and torch's generators into the state of last.pt; return the progress.
 
-    Args:
-        path: path of last.pt.
-        last: content of last.pt.
-        config: the configuration of the run to go on with, see `describe_differences`.
-        network: changed in place, as are `optimizer`, which Fabric wraps, and torch's generators.
-        fabric: the processes of the run.
+    `last` is the content of last.pt, at `path`; `config` is that of the run to go on with.
 
     Raises:
         CheckpointError: the state is damaged.

@@ -53,24 +53,17 @@ class Basis:
 
     The directions are the first 256 principal components, or fewer. The first one points from the border of the images
     to their middle, since it tells objects from their background.
-
-    Attributes:
-        mean: float32 [D].
-        directions: float32 [D, r].
     """
 
-    mean: Tensor
-    directions: Tensor
+    mean: Tensor  # float32 [D]
+    directions: Tensor  # float32 [D, r]
 
     @staticmethod
     def find(features: Tensor, maps: Sequence[int], fabric: Fabric) -> Basis:
-        """Return the basis of all processes' features.
+        """Return the basis of all processes' features, float32 [n, D, H, W].
 
-        Args:
-            features: float32 [n, D, H, W].
-            maps: channels of the feature maps that they are stacked from; all are brought to the same root mean square,
-                and finer ones to 1.4 times that of the last, since they tell better where.
-            fabric: the processes of the run.
+        `maps` are the channels of the feature maps that they are stacked from; all are brought to the same root mean
+        square, and finer ones to 1.4 times that of the last, since they tell better where.
         """
         blocks = torch.split(features, list(maps), dim=1)
         squares = machine.sum_over_processes(fabric, *(float(block.square().mean()) for block in blocks))
@@ -93,7 +86,7 @@ class Basis:
         middle = torch.maximum(rows[:, None], cols) < _MIDDLE
         (towards,) = machine.sum_over_processes(fabric, float(first[middle].mean() - first[~middle].mean()))
         if towards < 0:
-            directions = directions * torch.cat([-directions.new_ones(1), directions.new_ones(directions.shape[1] - 1)])
+            directions[:, 0] *= -1
         # coordinates of mean square 1
         directions = directions / variances.mean().clamp_min(_TINY).sqrt()
         return Basis((mean / scale).float(), (directions * scale[:, None]).float())
@@ -123,30 +116,19 @@ class Basis:
 
 @dataclass(frozen=True)
 class FrozenFeatures:
-    """The frozen backbone's features of views of this process's training images, in the CPU's memory.
+    """The frozen backbone's features of n views of this process's training images, in the CPU's memory."""
 
-    Attributes:
-        features: float16 [n, r, H, W], coordinates along `basis`; without one, features, float32 [n, D, H, W].
-        pooled: the features' means over the cells, float32 [n, D].
-        labels: int64 [n].
-        regions: share of each cell that is kept off, float16 [n, H, W]: the data set's regions, or the background,
-            where the first coordinate is negative; None for neither.
-        positions: of the images in the data set's training images, int64 [n].
-        basis: of the coordinates; None for a head without projection.
-        views: number of views of each image; the rows of one view of all images come first.
-        batches: number of batches that all processes together draw in one pass.
-        images_per_second: feature maps computed per second by this process.
-    """
-
-    features: Tensor
-    pooled: Tensor
-    labels: Tensor
+    features: Tensor  # float16 [n, r, H, W], coordinates along `basis`; without one, features, float32 [n, D, H, W]
+    pooled: Tensor  # float32 [n, D], the features' means over the cells
+    labels: Tensor  # int64 [n]
+    # float16 [n, H, W], share of each cell that is kept off: the data set's regions, or the background, where the first
+    # coordinate is negative; None for neither
     regions: Tensor | None
-    positions: Tensor
-    basis: Basis | None
-    views: int
-    batches: int
-    images_per_second: float
+    positions: Tensor  # int64 [n], of the images in the data set's training images
+    basis: Basis | None  # None for a head without projection
+    views: int  # number of views of each image; the rows of one view of all images come first
+    batches: int  # number of batches that all processes together draw in one pass
+    images_per_second: float  # feature maps computed per second by this process
 
     def draw(self, size: int, among: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Yield features, labels and regions of `size` views without end, each of the rows `among` once per pass."""
@@ -191,7 +173,7 @@ def compute_frozen_features(
         first = list(itertools.islice(batches_of_views, min(math.ceil(_BASIS_IMAGES / BATCH), per_view)))
         basis = Basis.find(torch.cat([features for features, *_ in first]), network.backbone.maps, fabric)
     # filled in place, since joining parts would take twice the memory
-    rows, done = num_views * min(share, per_view * 2 * BATCH), 0
+    rows, done = num_views * sum(map(len, batches.local_plan()[:per_view])), 0
     kept: list[Any] = []
     for features, *others in itertools.chain((first.pop(0) for _ in range(len(first))), batches_of_views):
         parts = (features if basis is None else basis.measure(features).half(), *others)
@@ -200,22 +182,28 @@ def compute_frozen_features(
             if whole is not None and part is not None:
                 whole[done : done + len(part)] = part
         done += len(features)
-    full: list[Any] = [None if whole is None else whole[:done] for whole in kept]
-    if background and full[3] is None and basis is not None:
-        full[3] = (full[0][:, 0] < 0).half()
+    whole_features, pooled, labels, regions, positions = kept
+    if background and regions is None and basis is not None:
+        regions = (whole_features[:, 0] < 0).half()
     counts = num_views, num_views * per_view, done / (time.perf_counter() - began)
-    return FrozenFeatures(full[0], full[1], full[2], full[3], full[4], basis, *counts)
+    return FrozenFeatures(whole_features, pooled, labels, regions, positions, basis, *counts)
 
 
 def _compute_views(
     network: OpalNetwork, batches: Batches, fabric: Fabric, views: Sequence[int], per_view: int, progress: Progress
 ) -> Iterator[_Part]:
     """Yield features, their means over cells, labels, regions and positions of so many batches of each view."""
+    config, device = network.config, next(network.parameters()).device
     done, total = 0, len(views) * sum(map(len, batches.local_plan()[:per_view]))
     for view in views:
         batches.epoch = view
-        for keys, (images, labels) in zip(batches.local_plan()[:per_view], batches, strict=False):
-            features, regions = compute_features(network, images, fabric)
+        for keys, (pixels, labels) in zip(batches.local_plan()[:per_view], batches, strict=False):
+            images = pixels.to(device, non_blocking=True)
+            with torch.no_grad(), fabric.autocast():
+                features = network.backbone(normalize(images[..., :3], config.mean, config.std)).float().cpu()
+            regions = read_regions_channel(images)
+            if regions is not None:
+                regions = functional.adaptive_avg_pool2d(regions[:, None], network.grid)[:, 0].half().cpu()
             done += len(labels)
             progress(done, total, "computing features of the frozen network")
             yield features, features.mean((2, 3)), labels, regions, torch.tensor([key[1] for key in keys])
@@ -235,17 +223,11 @@ def fit_head(
     """Fit a head to features in memory; return mean loss in nats and accuracy, 0 ... 1, of the last tenth of the steps.
 
     Adam, at a learning rate that falls along a cosine. At least 20 passes over the features are made, whatever `steps`.
-    The head computes in float32.
 
     Args:
-        head: of the features or coordinates, see `FrozenFeatures`; on the run's device; left in evaluation mode.
-        frozen: the features.
-        objective: the loss, which fine-tuning uses too.
-        fabric: the processes of the run.
-        steps: of Adam.
-        progress: called with steps done.
+        head: of the features or coordinates, see `FrozenFeatures`; computes in float32, and is left in evaluation mode.
         among: rows of the features that the head is fitted to, int64; None for all.
-        note: of `progress`.
+        note: of `progress`, which is called with steps done.
     """
     head.train()
     model = HeadTerms(head, apart=objective.apart > 0).to(fabric.device)
@@ -274,20 +256,3 @@ def fit_head(
     head.eval()
     loss, correct_sum, seen = machine.sum_over_processes(fabric, *totals.tolist())
     return loss / seen, correct_sum / seen
-
-
-def compute_features(network: OpalNetwork, images: Tensor, fabric: Fabric) -> tuple[Tensor, Tensor | None]:
-    """Return the features, float32, and the regions of uint8 images [n, H0, W0, 3 or 4]; see `FrozenFeatures`.
-
-    The backbone, in evaluation mode, computes in Fabric's precision.
-    """
-    config, device = network.config, next(network.parameters()).device
-    images = images.to(device, non_blocking=True)
-    inputs = normalize(images[..., :3], config.mean, config.std)
-    with torch.no_grad(), machine.autocast(fabric):
-        features = network.backbone(inputs).float().cpu()
-    regions = read_regions_channel(images)
-    if regions is not None:
-        height, width = features.shape[2:]
-        regions = functional.adaptive_avg_pool2d(regions[:, None], (height, width))[:, 0].half().cpu()
-    return features, regions

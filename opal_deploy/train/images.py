@@ -47,7 +47,7 @@ _ORDER_STREAM, _AUGMENT_STREAM = 0, 1
 WHOLE, MIRRORED = 0, -1
 # images per forward pass of validation and tests
 EVALUATION_BATCH = 64
-_MEGABYTE = 1 << 20
+MEGABYTE = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,22 +55,15 @@ class TrainImages(Dataset[ImageItem]):
     """Images uint8 [H0, W0, 3], RGB, with labels, by (epoch, position); with regions uint8 [H0, W0, 4].
 
     Epochs are counted from 1; in `WHOLE` and `MIRRORED` images are not augmented.
-
-    Attributes:
-        samples: the samples.
-        input_size: (H0, W0).
-        augmentation: None for evaluation.
-        regions: for each sample the boxes that the attention is kept off, as the fourth channel; None without.
-        seed: seed of the augmentation.
-        pixels: the resized images, uint8 [N, H1, W1, 3 or 4], if they are kept in memory.
     """
 
     samples: list[Sample]
-    input_size: tuple[int, int]
-    augmentation: PaperAugmentation | None = None
+    input_size: tuple[int, int]  # (H0, W0)
+    augmentation: PaperAugmentation | None = None  # None for evaluation
+    # for each sample the boxes that the attention is kept off, as the fourth channel; None without
     regions: Sequence[Sequence[Box]] | None = None
-    seed: int = 0
-    pixels: NDArray[np.uint8] | None = None
+    seed: int = 0  # of the augmentation
+    pixels: NDArray[np.uint8] | None = None  # the resized images [N, H1, W1, 3 or 4], if they are kept in memory
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -118,11 +111,7 @@ def read_regions(data: DataSet, file: Path) -> list[tuple[Box, ...]]:
 
 
 def draw_region(boxes: Sequence[Box], geometry: Geometry, size: tuple[int, int]) -> NDArray[np.uint8]:
-    """Draw boxes of an image as the model sees them, cropped and resized.
-
-    Returns:
-        uint8 [H, W] of `size`, the share of each pixel that lies in a box, 0 ... 255.
-    """
+    """Return the share of each pixel that lies in a box, uint8 [H, W] of `size`, of a cropped and resized image."""
     covered = np.zeros((geometry.height, geometry.width), np.uint8)
     for box in boxes:
         x0, y0, x1, y1 = (max(round(edge), 0) for edge in box)
@@ -136,11 +125,7 @@ def read_images(
 ) -> tuple[TrainImages, list[str]]:
     """Decode images in threads, once; return those that can be decoded, and why the others cannot.
 
-    Args:
-        images: the images.
-        progress: called with images done.
-        keep: keep the resized images in memory; else each process of the run decodes its share.
-        fabric: the processes of the run; None is this one.
+    With `keep` the resized images stay in memory; else each process of `fabric`, if it is given, decodes its share.
     """
     rank, size = (0, 1) if keep or fabric is None else (fabric.global_rank, fabric.world_size)
     pixels = np.empty((len(images), *images.shape), np.uint8) if keep else None
@@ -180,26 +165,15 @@ class Batches:
     """
 
     def __init__(
-        self,
-        images: TrainImages,
-        batch_size: int,
-        *,
-        shuffle_seed: int | None = None,
-        workers: int = 0,
-        rank: int = 0,
-        size: int = 1,
-    ) -> None:
-        """Build the loader.
+        self, images: TrainImages, batch_size: int, *,
+        shuffle_seed: int | None = None, workers: int = 0, share: tuple[int, int] = (0, 1),
+    ) -> None:  # fmt: skip
+        """Build the loader of global batches of `batch_size` images; without `shuffle_seed` in the samples' order.
 
-        Args:
-            images: the images.
-            batch_size: N, over all processes.
-            shuffle_seed: seed of the order; None keeps the samples' order.
-            workers: number of worker processes that decode and augment.
-            rank, size: this process takes image `rank` of each global batch and every `size`-th after it.
+        `share` is the number of this process, which takes its images of each batch, and that of all processes.
         """
         self.images, self.workers, self.epoch = images, workers, 0
-        self._batch_size, self._shuffle_seed, self._rank, self._size = batch_size, shuffle_seed, rank, size
+        self._batch_size, self._shuffle_seed, (self._rank, self._size) = batch_size, shuffle_seed, share
         self._loader: DataLoader[ImageItem] = DataLoader(
             images,
             batch_sampler=_LocalPlan(self),  # its keys are pairs, not numbers
@@ -229,11 +203,7 @@ class Batches:
         return [share for share in shares if share]
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        try:
-            yield from self._loader
-        except UsageError as error:
-            # a worker process adds its traceback
-            raise UsageError(str(error).strip().rpartition("UsageError: ")[2]) from None
+        return iter(self._loader)
 
 
 class _LocalPlan:
@@ -261,8 +231,8 @@ class Loaders(NamedTuple):
 
 def prepare_images(
     data: DataSet, options: TrainOptions, fabric: Fabric, progress: Progress, log: Log
-) -> tuple[DataSet, TrainOptions, Loaders, dict[str, Any]]:
-    """Decode every image; return data set, options with planned epochs, batches, and entries of config.json.
+) -> tuple[DataSet, Loaders, dict[str, Any]]:
+    """Decode every image; return the data set of those that can be, its batches, and entries of config.json.
 
     Images that cannot be decoded are left out with a warning. Where all fit into `--cache-megabytes`, they are kept.
 
@@ -279,11 +249,10 @@ def prepare_images(
     splits = [TrainImages(data.train, options.input_size, augmentation, regions, options.seed)]
     splits += [TrainImages(samples, options.input_size) for samples in (data.val, data.test)]
     # every process caches all images, because its share of them changes with each epoch
-    room = options.cache_megabytes * _MEGABYTE / machine.local_processes()
+    room = options.cache_megabytes * MEGABYTE / machine.local_processes()
     cached = splits[0].num_bytes + splits[1].num_bytes <= room
-    keep_test = cached and sum(images.num_bytes for images in splits) <= room
     problems: list[str] = []
-    for split, keep in enumerate((cached, cached, keep_test)):
+    for split, keep in enumerate((cached, cached, False)):
         splits[split], unusable = read_images(splits[split], progress, keep=keep, fabric=fabric)
         problems += unusable
     train, val, test = splits
@@ -294,7 +263,6 @@ def prepare_images(
             f"warning: left out {len(problems)} image(s) that cannot be decoded: {shorten_list(problems)}; replace or "
             "remove them"
         ))  # fmt: skip
-    options = options.plan(len(train))
     batch_size = options.batch_size or 1
     if min(batch_size, len(train)) < 2 * fabric.world_size:
         raise UsageError(
@@ -302,15 +270,15 @@ def prepare_images(
             "each needs at least 2 images; give a larger --batch-size, or start fewer processes"
         )
     data = replace(data, train=train.samples, val=val.samples, test=test.samples)
-    own = {"rank": fabric.global_rank, "size": fabric.world_size}
+    share = fabric.global_rank, fabric.world_size
     workers = machine.default_num_workers(fabric.device, cached) if options.workers is None else options.workers
-    once = 0 if keep_test or fabric.device.type == "cpu" else workers
+    once = 0 if fabric.device.type == "cpu" else workers
     loaders = Loaders(
-        Batches(train, batch_size, shuffle_seed=options.seed, workers=workers, **own),
-        Batches(val, EVALUATION_BATCH, workers=0 if cached else workers, **own) if len(val) else None,
-        Batches(test, EVALUATION_BATCH, workers=once, **own) if len(test) else None,
+        Batches(train, batch_size, shuffle_seed=options.seed, workers=workers, share=share),
+        Batches(val, EVALUATION_BATCH, workers=0 if cached else workers, share=share) if len(val) else None,
+        Batches(test, EVALUATION_BATCH, workers=once, share=share) if len(test) else None,
     )
-    return data, options, loaders, {"workers": workers, "cached": cached}
+    return data, loaders, {"workers": workers, "cached": cached}
 
 
 def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:

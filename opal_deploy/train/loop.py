@@ -9,42 +9,36 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning_fabric import Fabric
 from torch import Tensor
 
-from opal_deploy.artifact.files import lock_directory, without_folders
+from opal_deploy.artifact.files import lock_directory
 from opal_deploy.datasets.checks import read_background
 from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.evaluation.record import pool_features
 from opal_deploy.evaluation.session import choose_samples
-from opal_deploy.logs import Log, Progress, WarningLine, as_progress, no_progress
-from opal_deploy.model.backbones import get_library, own_stride
-from opal_deploy.model.checkpoint import Checkpoint
-from opal_deploy.model.head import OpalHead
+from opal_deploy.logs import WarningLine, as_progress, no_progress
+from opal_deploy.model.backbones import get_library
 from opal_deploy.model.neighbours import MAX_IMAGES
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import checkpoints, head_fit, machine, out_of_fold
 from opal_deploy.train.checkpoints import RunWriter, TrainState
-from opal_deploy.train.head_fit import FrozenFeatures, compute_frozen_features, fit_head
-from opal_deploy.train.images import Batches, Loaders, normalize, prepare_images
+from opal_deploy.train.images import MEGABYTE, Batches, Loaders, normalize, prepare_images
 from opal_deploy.train.losses import NetworkTerms, Objective, make_objective, read_regions_channel
 from opal_deploy.train.network import (
-    PASSES,
+    Run,
     build_network,
-    describe_cost,
     describe_run,
     describe_weights,
     find_kept_slots,
-    has_new_classes,
     load_start,
     package_versions,
     settle_stride,
@@ -57,12 +51,14 @@ from opal_deploy.train.run_directory import (
     TrainRunDirectory,
     fingerprint_dataset,
     has_same_images,
+    refuse_other_run,
     stop_when_full,
 )
 
-_MEGABYTE = 1 << 20
 # training images up to which a logistic regression takes no more than minutes
 _MAX_COMPARED = 10_000
+# a training step costs about three forward passes
+_PASSES = 3
 # reading a loss waits until the GPU has caught up, so losses are read every so many steps
 _GPU_STEPS_BETWEEN_READS = 10
 # share of a cosine schedule in which the learning rate rises after a fitted head: Adam's first steps are the largest
@@ -73,61 +69,13 @@ class DivergenceError(StoppedEarly):
     """The loss is NaN or infinite; earlier checkpoints are kept."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """The data, options and devices that all steps of a run share.
+class Fitted(NamedTuple):
+    """The outcome of fitting the head to the frozen backbone."""
 
-    Attributes:
-        data: the data set, without images that cannot be decoded.
-        options: the options.
-        fabric: processes, device and precision.
-        precision: the name of the precision, fp32, bf16 or fp16.
-        progress: called with images done, all images, and a note; in the first process only.
-        log: called with lines of text; in the first process only.
-        fingerprint: of the data set, see `fingerprint_dataset`.
-    """
-
-    data: DataSet
-    options: TrainOptions
-    fabric: Fabric
-    precision: str
-    progress: Progress
-    log: Log
-    fingerprint: dict[str, str]
-
-    @property
-    def share(self) -> dict[str, int]:
-        """This process and the number of all, for `Batches`."""
-        return {"rank": self.fabric.global_rank, "size": self.fabric.world_size}
-
-    def count_images(self, epochs: int) -> int:
-        """Return the number of images that so many epochs train on and validate."""
-        return epochs * (len(self.data.train) + len(self.data.val))
-
-    def identify(self, start: Checkpoint | None) -> dict[str, Any]:
-        """Return what a run must have in common with the one that it goes on with."""
-        return {
-            "options": without_folders(self.options.to_config()), "fingerprint": self.fingerprint,
-            "processes": self.fabric.world_size, "precision": self.precision,
-            "start": None if start is None else {key: start.source[key] for key in ("file", "sha256")},
-        }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """What came of fitting the head to the frozen backbone.
-
-    Attributes:
-        loss: mean training loss of the last tenth of the steps, in nats.
-        accuracy: of the same steps, 0 ... 1.
-        images_per_second: feature maps computed per second by this process.
-        answers: out-of-fold answers to the training images; None where there are validation images.
-    """
-
-    loss: float
-    accuracy: float
-    images_per_second: float
-    answers: OutOfFold | None
+    loss: float  # mean training loss of the last tenth of the steps, in nats
+    accuracy: float  # of the same steps, 0 ... 1
+    images_per_second: float  # feature maps computed per second by this process
+    answers: OutOfFold | None  # to the training images; None where there are validation images
 
 
 @dataclass(frozen=True)
@@ -156,7 +104,6 @@ def fit(data: DataSet, options: TrainOptions, *, again: bool = False) -> TrainRe
         DivergenceError: the loss is NaN or infinite.
         StoppedEarly: disk or memory are full. As after a DivergenceError, the files are those of earlier epochs.
     """
-    options.check()
     run_dir = TrainRunDirectory(Path(options.out or "run"))
     run_dir.check(may_hold_run=options.resume or options.overwrite)
     fabric, precision = machine.start_fabric(options.device, options.precision)
@@ -165,24 +112,22 @@ def fit(data: DataSet, options: TrainOptions, *, again: bool = False) -> TrainRe
         progress, log = no_progress, lambda line: None
     last = checkpoints.read_checkpoint(run_dir.last) if options.resume and run_dir.last.is_file() else None
     stored = None if last is None else last["training"]
-    start = load_start(options, data)
-    new_classes = has_new_classes(start, data.class_names)
-    if not data.train or not (data.val or options.validates_out_of_fold(len(data.train), new_classes=new_classes)):
-        raise UsageError(f"{data.root}: training and validation images are needed; add a val/ folder")
+    run = Run(data, options, fabric, precision, progress, log, load_start(options, data), {})
+    new_classes = run.new_classes
     options = options.plan(len(data.train), new_classes=new_classes)
-    if options.epochs == 0 and start is not None and not new_classes:
+    if options.epochs == 0 and not options.fits_head(new_classes=new_classes):
         raise UsageError("epochs 0: expected at least 1; 0 fits the head only, and --start-from has a fitted head")
-    options = settle_stride(options, start, stored)
-    run = Run(data, options, fabric, precision, progress, log, fingerprint_dataset(data, options.keep_off))
+    options = settle_stride(options, run.start, stored)
+    run = replace(run, options=options, fingerprint=fingerprint_dataset(data, options.keep_off))
     if stored is not None and (stored.get("data") or {}).get("val") == 0:
         whole = replace(run, fingerprint=fingerprint_dataset(data.whole or data, options.keep_off))
-        checkpoints.refuse_other_run(run_dir.last, stored, whole.identify(start))
+        refuse_other_run(run_dir.last, stored, whole.identify())
         if data.val:
             log("the head was fitted to all images: fine-tuning sets a fifth aside and fits a head to the others first")
         # there is no epoch to go on from, and its answers out of fold are not kept: fitting again takes a minute
         last, again = None, True
     with machine.explained_memory_errors():
-        result = _train(run, run_dir, start, last, again=again)
+        result = _train(run, run_dir, last, again=again)
     if result.best_epoch or not options.epochs or data.whole is None:
         return result
     frozen = replace(options, epochs=0, resume=False, overwrite=True)
@@ -192,31 +137,24 @@ def fit(data: DataSet, options: TrainOptions, *, again: bool = False) -> TrainRe
     return result
 
 
-def _train(
-    run: Run, run_dir: TrainRunDirectory, start: Checkpoint | None, last: dict[str, Any] | None, *, again: bool
-) -> TrainResult:
-    """Train from `start` or from new weights, or go on from the state in `last`, the content of last.pt; see `fit`."""
-    began, fabric, options = time.perf_counter(), run.fabric, run.options
-    background = [] if options.background is None else read_background(options.background, run.data)
+def _train(run: Run, run_dir: TrainRunDirectory, last: dict[str, Any] | None, *, again: bool) -> TrainResult:
+    """Train from new weights or the start's, or go on from the state in `last`, the content of last.pt; see `fit`."""
+    began, fabric = time.perf_counter(), run.fabric
+    background = [] if run.options.background is None else read_background(run.options.background, run.data)
     background = [background[index] for index in choose_samples(background, MAX_IMAGES)]
-    machine.set_tf32(options.tf32)
-    data, options, loaders, batch_config = prepare_images(run.data, options, fabric, run.progress, run.log)
-    run = replace(run, data=data, options=options)
-    network = build_network(options, data.class_names, start).to(fabric.device)
+    machine.set_tf32(run.options.tf32)
+    data, loaders, batch_config = prepare_images(run.data, run.options, fabric, run.progress, run.log)
+    run, options = replace(run, data=data), run.options
+    network = build_network(options, data.class_names, run.start).to(fabric.device)
     fitted = None
-    if last is None:
-        fits = options.fits_head(new_classes=has_new_classes(start, data.class_names))
-        if fabric.is_global_zero:
-            heads = int(fits) + (out_of_fold.count_folds(len(data.train)) if fits and loaders.val is None else 0)
-            run.log(describe_cost(network, options, data, loaders.train.images, heads, fabric.world_size))
-        if fits:
-            fitted = fit_frozen(run, network, start, loaders, background)
+    if last is None and options.fits_head(new_classes=run.new_classes):
+        fitted = fit_frozen(run, network, loaders, background)
     # initial weights are the same in every process, random numbers drawn while training are not
     torch.manual_seed(options.seed + 1_000_003 * fabric.global_rank)
-    trained, epochs = set_up(run, network), run.options.epochs or 0
-    config = run.identify(start) | {
-        "epochs": epochs, "batch_size": run.options.batch_size, "data": run.data.summary(),
-        "weights": start.training.get("weights") if start else describe_weights(network, run.options.weights_name),
+    trained, epochs = set_up(run, network), options.epochs or 0
+    weights = run.start.training.get("weights") if run.start else describe_weights(network, options.weights_name)
+    config = run.identify() | {
+        "epochs": epochs, "batch_size": options.batch_size, "data": data.summary(), "weights": weights,
         "device": str(fabric.device), **batch_config, "versions": package_versions(),
     }  # fmt: skip
 
@@ -234,15 +172,14 @@ def _train(
         fabric.barrier()  # no process writes before all have read
         if fabric.is_global_zero:
             with stop_when_full():
-                run_dir.start(config, run.options.to_toml(), run.data.root, is_new=last is None and not again)
-        run.log(describe_run(run.options, config, epochs))
-        edits = () if start is None or has_new_classes(start, run.data.class_names) else start.edits
-        writer = RunWriter(run_dir, run.data, network, loaders, background, config, edits, fabric, run.progress)
+                run_dir.start(config, options.to_toml(), data.root, is_new=last is None and not again)
+        run.log(describe_run(run, epochs))
+        writer = RunWriter(run_dir, run, network, loaders, background, config)
         if last is not None:
             run.log(f"resuming after epoch {state.epoch}")
         elif fitted is not None:
-            epochs = finish_head_fit(run, fitted, time.perf_counter() - began, state, writer, trained.optimizer)
-        train_epochs(run, trained, loaders, state, writer, epochs)
+            epochs = finish_head_fit(trained, fitted, time.perf_counter() - began, state, writer)
+        train_epochs(trained, state, writer, epochs)
         return writer.finish(state)
 
 
@@ -263,47 +200,33 @@ def set_up(run: Run, network: OpalNetwork) -> Trained:
 # fit the head ---------------------------------------------------------------------------------------------------------
 
 
-def fit_frozen(
-    run: Run, network: OpalNetwork, start: Checkpoint | None, loaders: Loaders, background: list[Sample]
-) -> Fitted:
+def fit_frozen(run: Run, network: OpalNetwork, loaders: Loaders, background: list[Sample]) -> Fitted:
     """Fit the head to the frozen backbone on the training images; without validation images, answer out of fold.
 
-    Slots of classes that `start` has too begin where they are there; those of the folds do not, since they were fitted
-    to images that a fold must not know.
+    Slots of classes that the start has too begin where they are there; those of the folds do not, since they were
+    fitted to images that a fold must not know.
     """
-    fabric, options = run.fabric, run.options
+    fabric, options, head = run.fabric, run.options, network.head
     # as many workers as in fine-tuning: with none, a GPU waits for the augmentation
-    images, workers = loaders.train.images, loaders.train.workers
-    batches = Batches(images, head_fit.BATCH, shuffle_seed=options.seed, workers=workers, **run.share)
-    memory = options.cache_megabytes * _MEGABYTE
-    frozen = compute_frozen_features(
-        network, batches, fabric, memory=memory, background=options.foreground > 0, progress=run.progress
-    )
-
-    def make_objective_of(head: OpalHead) -> Objective:
-        objective = make_objective(options, run.data, head)
-        keep_off = objective.keep_off if options.keep_off else options.foreground
-        # without single cells as evidence nothing can be kept apart; in fine-tuning, slots went into the background
-        apart = options.apart if head.config.evidence == "exact" else 0.0
-        return replace(objective, keep_off=keep_off, apart=apart)
-
+    batches = Batches(
+        loaders.train.images, head_fit.BATCH, shuffle_seed=options.seed, workers=loaders.train.workers,
+        share=(fabric.global_rank, fabric.world_size),
+    )  # fmt: skip
+    frozen = head_fit.compute_frozen_features(
+        network, batches, fabric,
+        memory=options.cache_megabytes * MEGABYTE, background=options.foreground > 0, progress=run.progress,
+    )  # fmt: skip
     answers = None
     if loaders.val is None:
-        answers = out_of_fold.answer_out_of_fold(
-            network, frozen, run.data.train, find_plain_features(run, network, start, frozen),
-            pool_features(network, background, progress=run.progress),
-            make_objective_of, fabric,
-            steps=options.head_steps, seed=options.seed, progress=run.progress,
-        )  # fmt: skip
+        known = pool_features(network, background, progress=run.progress)
+        answers = out_of_fold.answer_out_of_fold(run, network, frozen, known)
     elif fabric.world_size == 1 and len(run.data.train) <= _MAX_COMPARED:
-        compare_plainly(run, network, start, frozen)
-    head = network.head
+        run.log(out_of_fold.compare_plainly(run, network, frozen))
     if frozen.basis is not None:
         head = out_of_fold.new_head(network, frozen, options.seed)
-        frozen.basis.copy_slots(network.head, find_kept_slots(run.data.class_names, start)[0], head)
-    loss, accuracy = fit_head(
-        head, frozen, make_objective_of(head), fabric, steps=options.head_steps, progress=run.progress
-    )
+        frozen.basis.copy_slots(network.head, find_kept_slots(run.data.class_names, run.start)[0], head)
+    objective = make_objective(options, run.data, head, fitting=True)
+    loss, accuracy = head_fit.fit_head(head, frozen, objective, fabric, steps=options.head_steps, progress=run.progress)
     if answers is not None:
         first = frozen.positions[: len(frozen.labels) // frozen.views].argsort()
         outputs = out_of_fold.compute_outputs(head, None, frozen, first)
@@ -313,60 +236,28 @@ def fit_frozen(
     return Fitted(loss, accuracy, frozen.images_per_second, answers)
 
 
-def find_plain_features(
-    run: Run, network: OpalNetwork, start: Checkpoint | None, frozen: FrozenFeatures, samples: Sequence[Sample] = ()
-) -> Tensor:
-    """Return the features of the rows in memory, and of more samples, for the logistic regression: float32 [n, P].
-
-    They are the last feature map's of the whole network, even where the run's ends earlier; from a checkpoint of
-    `--start-from`, which has no later layers, those of its network.
-    """
-    options, progress, last = run.options, run.progress, network.backbone.maps[-1]
-    ends_early = network.backbone.stride != own_stride(options.backbone) and not options.keep_layers
-    if not ends_early or start is not None:
-        return torch.cat([frozen.pooled, pool_features(network, samples, progress=progress)])[:, -last:]
-    whole = build_network(replace(options, stride=None), run.data.class_names, None).to(run.fabric.device)
-    features = pool_features(whole, [*run.data.train, *samples], progress=progress)
-    known = len(run.data.train)
-    return torch.cat([features[:known][frozen.positions], features[known:]])
-
-
-def compare_plainly(run: Run, network: OpalNetwork, start: Checkpoint | None, frozen: FrozenFeatures) -> None:
-    """Report what a logistic regression answers on the validation images."""
-    val = run.data.val
-    features = find_plain_features(run, network, start, frozen, val)
-    labels = torch.cat([frozen.labels, torch.tensor([sample.label for sample in val])])
-    rows = torch.arange(len(labels))
-    right = out_of_fold.answer_plainly(features, labels, rows[: -len(val)], rows[-len(val) :])
-    run.log(f"{out_of_fold.PLAIN}: {right.mean(axis=1).max():.1%} of {len(val):,} validation images")
-
-
-def finish_head_fit(
-    run: Run, fitted: Fitted, seconds: float, state: TrainState, writer: RunWriter, optimizer: Any
-) -> int:
+def finish_head_fit(trained: Trained, fitted: Fitted, seconds: float, state: TrainState, writer: RunWriter) -> int:
     """Write a network with a fitted head as epoch 0; return the number of epochs that time is left for."""
-    options, data = run.options, run.data
-    if fitted.answers is None:
-        val = validate(run, writer.network, make_objective(options, data, writer.network.head), writer.loaders, epoch=0)
+    run, answers = writer.run, fitted.answers
+    if answers is None:
+        val = validate(run, trained, writer.loaders, epoch=0)
     else:
-        measured = writer.measure(0, fitted.answers)
-        val = measured.val
+        measured = writer.measure(0, answers)
+        val, path = measured.val, writer.run_dir.answers
         with stop_when_full():
-            doubtful = out_of_fold.write_answers(
-                writer.run_dir.answers, fitted.answers, data, measured.calibration.temperature
-            )
-        for line in out_of_fold.describe_answers(fitted.answers, data):
+            doubtful = out_of_fold.write_answers(path, answers, run.data, measured.calibration.temperature)
+        for line in out_of_fold.describe_answers(answers, run.data):
             run.log(line)
         if doubtful:
-            run.log(f"the other folds contradict {doubtful} labels: look at the first rows of {writer.run_dir.answers}")
+            run.log(f"the other folds contradict {doubtful} labels: look at the first rows of {path}")
     (speed,) = machine.sum_over_processes(run.fabric, fitted.images_per_second)
-    epochs, epoch_seconds = options.epochs or 0, (PASSES * len(data.train) + len(data.val)) / speed
-    if options.minutes is not None:
+    epochs, epoch_seconds = run.options.epochs or 0, (_PASSES * len(run.data.train) + len(run.data.val)) / speed
+    if run.options.minutes is not None:
         # of all processes, since their clocks differ
-        planned = min(machine.gather(run.fabric, max(0, int((60 * options.minutes - seconds) / epoch_seconds))))
+        planned = min(machine.gather(run.fabric, max(0, int((60 * run.options.minutes - seconds) / epoch_seconds))))
         epochs = state.planned_epochs = min(epochs, planned)
     record = EpochRecord(0, fitted.loss, fitted.accuracy, val.loss, val.accuracy, seconds, speed, data_wait=0.0)
-    record_epoch(run, record, val, state, writer, optimizer, epochs)
+    record_epoch(record, val, state, writer, trained.optimizer, epochs)
     if epochs:
         minutes = max(round(epochs * epoch_seconds / 60), 1)
         run.log(f"fine-tuning takes about {minutes} min for {epochs} epochs; best.pt can be used meanwhile")
@@ -376,10 +267,9 @@ def finish_head_fit(
 # an epoch -------------------------------------------------------------------------------------------------------------
 
 
-def train_epochs(
-    run: Run, trained: Trained, loaders: Loaders, state: TrainState, writer: RunWriter, epochs: int
-) -> None:
+def train_epochs(trained: Trained, state: TrainState, writer: RunWriter, epochs: int) -> None:
     """Train the epochs after `state`, up to `epochs` in all, until there is a reason to stop."""
+    run = writer.run
     board: Any = nullcontext()
     if run.options.tensorboard and run.fabric.is_global_zero:
         from torch.utils.tensorboard import SummaryWriter
@@ -392,10 +282,10 @@ def train_epochs(
                 run.log(f"stopping: {why}")
                 break
             try:
-                record, val = run_epoch(run, trained, loaders, epoch, epochs)
+                record, val = run_epoch(run, trained, writer.loaders, epoch, epochs)
             except DivergenceError as error:
                 raise explain_divergence(error, state, writer) from None
-            record_epoch(run, record, val, state, writer, trained.optimizer, epochs)
+            record_epoch(record, val, state, writer, trained.optimizer, epochs)
             for name, value in asdict(record).items() if scalars is not None else ():
                 scalars.add_scalar(name, value, epoch)
 
@@ -416,7 +306,8 @@ def run_epoch(run: Run, trained: Trained, loaders: Loaders, epoch: int, epochs: 
         DivergenceError: a loss is not finite; raised in every process alike.
     """
     options, fabric, batches, optimizer = run.options, run.fabric, loaders.train, trained.optimizer
-    images_done, total = run.count_images(epoch - 1), run.count_images(epochs)
+    per_epoch = len(run.data.train) + len(run.data.val)
+    images_done, total = (epoch - 1) * per_epoch, epochs * per_epoch
     trained.model.train()
     batches.epoch = epoch
     plan = batches.plan()
@@ -446,7 +337,7 @@ def run_epoch(run: Run, trained: Trained, loaders: Loaders, epoch: int, epochs: 
     # without synchronised batch norm, processes differ in their statistics: evaluate those that will be saved
     machine.share_buffers(fabric, trained.network)
     run.progress(images_done + seen, total, f"epoch {epoch}/{epochs}, validating")
-    val = validate(run, trained.network, trained.objective, loaders, epoch=epoch)
+    val = validate(run, trained, loaders, epoch=epoch)
     record = EpochRecord(
         epoch, loss / seen, correct / seen, val.loss, val.accuracy, time.perf_counter() - began, seen / seconds,
         waited / seconds, kept_off / seen,
@@ -455,14 +346,11 @@ def run_epoch(run: Run, trained: Trained, loaders: Loaders, epoch: int, epochs: 
 
 
 def train_step(fabric: Fabric, trained: Trained, images: Tensor, labels: Tensor, global_batch: int) -> Tensor:
-    """Do one optimizer step on this process's n images of a global batch of N.
+    """Do one optimizer step on this process's n images of a global batch of N, `global_batch`, over all processes.
 
     Args:
-        fabric: processes, device and precision.
-        trained: changed in place.
         images: uint8 [n, H0, W0, 3], or [n, H0, W0, 4] with regions.
         labels: int64 [n].
-        global_batch: N, the number of images over all processes.
 
     Returns:
         Over the n images the summed, weighted cross-entropy, the number of correct predictions and the summed penalty
@@ -483,13 +371,13 @@ def train_step(fabric: Fabric, trained: Trained, images: Tensor, labels: Tensor,
     return torch.stack([cross_entropy.double(), correct.double(), terms.kept_off.detach().sum().double()])
 
 
-def validate(run: Run, network: OpalNetwork, objective: Objective, loaders: Loaders, *, epoch: int) -> Evaluation:
+def validate(run: Run, trained: Trained, loaders: Loaders, *, epoch: int) -> Evaluation:
     """Return the metrics of the validation images; raise DivergenceError if their loss is not finite."""
     # float32 would take a GPU as long as training in lower precision; the best weights are judged in float32
     lower = epoch > 0 and run.fabric.device.type == "cuda"
     assert loaders.val is not None  # there is nothing to validate out of fold after the head was fitted
-    outputs = checkpoints.predict(network, loaders.val, run.fabric, lower_precision=lower)
-    val = outputs.compute_metrics(network.config.class_map, objective.scale)
+    outputs = checkpoints.predict(trained.network, loaders.val, run.fabric, lower_precision=lower)
+    val = outputs.compute_metrics(trained.network.config.class_map, trained.objective.scale)
     if not math.isfinite(val.loss):
         raise DivergenceError(
             f"the validation loss is {val.loss} in epoch {epoch}, at learning rate {run.options.lr:g}; check the "
@@ -509,9 +397,10 @@ def is_best(run: Run, val: Evaluation, state: TrainState) -> bool:
 
 
 def record_epoch(
-    run: Run, record: EpochRecord, val: Evaluation, state: TrainState, writer: RunWriter, optimizer: Any, epochs: int
+    record: EpochRecord, val: Evaluation, state: TrainState, writer: RunWriter, optimizer: Any, epochs: int
 ) -> None:
     """Note an epoch, or the frozen network as epoch 0, in the state; write its files, and report it."""
+    run = writer.run
     state.records.append(record)
     state.epoch = record.epoch
     state.checkpoint_metrics = {"epoch": record.epoch, **val.to_dict("val")}
@@ -523,7 +412,8 @@ def record_epoch(
         writer.write_best(state)
     writer.write_last(state, optimizer)
     run.log(record.describe(epochs, is_best=improves))
-    run.progress(run.count_images(record.epoch), run.count_images(epochs), f"epoch {record.epoch}/{epochs}")
+    per_epoch = len(run.data.train) + len(run.data.val)
+    run.progress(record.epoch * per_epoch, epochs * per_epoch, f"epoch {record.epoch}/{epochs}")
 
 
 def reason_to_stop(run: Run, state: TrainState) -> str:

@@ -48,50 +48,29 @@ DROP = 4.0
 
 
 class Terms(NamedTuple):
-    """The terms of the loss for n images.
+    """The terms of the loss for n images."""
 
-    Attributes:
-        logits: [n, C].
-        kept_off: the penalty of kept-off regions, [n], 0 ... 1.
-        changed: logits of images changed outside the boxes, [n, C]; None without adversarial training.
-        drop: mean drop of the labelled class's scores in the changed images, [n], at least 0; likewise.
-        apart: logits with slots kept apart, [n, C]; None where they are not.
-    """
-
-    logits: Tensor
-    kept_off: Tensor
-    changed: Tensor | None = None
-    drop: Tensor | None = None
-    apart: Tensor | None = None
+    logits: Tensor  # [n, C]
+    kept_off: Tensor  # [n], the penalty of kept-off regions, 0 ... 1
+    changed: Tensor | None = None  # [n, C], logits of images changed outside the boxes; None without such training
+    drop: Tensor | None = None  # [n], mean drop of the labelled class's scores in the changed images, at least 0
+    apart: Tensor | None = None  # [n, C], logits with slots kept apart; None where they are not
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The weights of the training loss.
+    """The weights of the training loss; a term of weight 0 is left out."""
 
-    Attributes:
-        keep_off: weight of the attention in kept-off regions; None without regions.
-        adversarial: weight of the loss on images changed outside the boxes; 0 without them.
-        apart: weight of the loss with slots kept apart; 0 without it.
-        class_weights: float32 [C] on the device, the loss's weight per class; None weighs all images the same.
-        scale: factor of the logits, see `find_logit_scale`.
-    """
-
-    keep_off: float | None = None
-    adversarial: float = 0.0
-    apart: float = 0.0
-    class_weights: Tensor | None = None
-    scale: float = 1.0
+    keep_off: float = 0.0  # of the attention in kept-off regions
+    adversarial: float = 0.0  # of the loss on images changed outside the boxes
+    apart: float = 0.0  # of the loss with slots kept apart
+    class_weights: Tensor | None = None  # float32 [C] on the device, the weight per class; None weighs all the same
+    scale: float = 1.0  # factor of the logits, see `find_logit_scale`
 
     def __call__(self, terms: Terms, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the objective and the weighted cross-entropy in nats, both summed over n images.
-
-        Args:
-            terms: of n images.
-            labels: int64 [n], on the device.
-        """
+        """Return the objective and the weighted cross-entropy in nats, summed over n images with labels int64 [n]."""
         cross_entropy = self._measure_cross_entropy(terms.logits, labels)
-        objective = cross_entropy + (self.keep_off or 0.0) * terms.kept_off.sum()
+        objective = cross_entropy + self.keep_off * terms.kept_off.sum()
         if terms.changed is not None and terms.drop is not None:
             changed = self._measure_cross_entropy(terms.changed, labels)
             objective = objective + self.adversarial * (changed + DROP * terms.drop.sum())
@@ -104,13 +83,17 @@ class Objective:
         return functional.cross_entropy(logits, labels, weight=self.class_weights, reduction="sum")
 
 
-def make_objective(options: TrainOptions, data: DataSet, head: OpalHead) -> Objective:
-    """Return the training loss of a run."""
-    weights = None
+def make_objective(options: TrainOptions, data: DataSet, head: OpalHead, *, fitting: bool = False) -> Objective:
+    """Return the training loss of a run; `fitting`: while the head is fitted to the frozen network."""
+    weights, scale = None, find_logit_scale(head, options.anchor_probability)
     if options.class_weights == "balanced":
         weights = torch.tensor(balance_classes(data), device=next(head.parameters()).device)
-    scale = find_logit_scale(head, options.anchor_probability)
-    return Objective(options.region_weight, options.adversarial, class_weights=weights, scale=scale)
+    if not fitting:
+        return Objective(options.region_weight, options.adversarial, class_weights=weights, scale=scale)
+    keep_off = options.region_weight if options.keep_off else options.foreground
+    # without single cells as evidence nothing can be kept apart; in fine-tuning, slots went into the background
+    apart = options.apart if head.config.evidence == "exact" else 0.0
+    return Objective(keep_off, options.adversarial, apart, weights, scale)
 
 
 def balance_classes(data: DataSet) -> list[float]:
@@ -140,8 +123,7 @@ def find_logit_scale(head: OpalHead, probability: float | None) -> float:
 class HeadTerms(nn.Module):
     """A head, whose evidence is `exact` if there are any terms, with the terms of its attention in the loss.
 
-    Attributes:
-        apart: whether the loss needs the logits with slots kept apart.
+    With `apart`, the terms have the logits with slots kept apart.
     """
 
     def __init__(self, head: OpalHead, *, apart: bool = False) -> None:
@@ -152,12 +134,9 @@ class HeadTerms(nn.Module):
         self.register_buffer("channel_table", torch.from_numpy(table), persistent=False)
 
     def forward(self, features: Tensor, labels: Tensor, regions: Tensor | None) -> Terms:
-        """Return the terms of the loss.
+        """Return the terms of the loss for features [n, D, H, W] and labels int64 [n].
 
-        Args:
-            features: of the backbone, [n, D, H, W].
-            labels: int64 [n].
-            regions: share of each pixel or cell that is kept off, float [n, rows, cols], 0 ... 1; None for no penalty.
+        `regions` are the share of each pixel or cell that is kept off, float [n, rows, cols], 0 ... 1; None for none.
         """
         head = self.head
         attention = head.attend(head.project(features))  # [n, K, H, W]
@@ -178,8 +157,7 @@ class HeadTerms(nn.Module):
 class NetworkTerms(nn.Module):
     """A network with the terms of its attention in the loss: `HeadTerms` on normalised images [n, 3, H0, W0].
 
-    Attributes:
-        adversarial: whether images changed outside the boxes are trained on, too.
+    With `adversarial`, images changed outside the boxes are trained on, too.
     """
 
     def __init__(self, network: OpalNetwork, *, adversarial: bool = False) -> None:
@@ -212,20 +190,15 @@ class NetworkTerms(nn.Module):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def change_outside(
-    images: Tensor,
-    cells: Tensor,
-    score: Callable[[Tensor], Tensor],
-    config: NetworkConfig,
-    grid: tuple[int, int],
+    images: Tensor, cells: Tensor, score: Callable[[Tensor], Tensor], config: NetworkConfig, grid: tuple[int, int]
 ) -> Tensor:
     """Return images changed outside the boxes of some cells so that scores drop, float32 [n, 3, H0, W0], normalised.
 
     Args:
-        images: normalised.
+        images: normalised, [n, 3, H0, W0].
         cells: int64 [n, m], flat, of the labelled class's slots.
         score: from images to the value to minimise, [n].
-        config: of the network that is attacked.
-        grid: (H, W) of its feature map.
+        config, grid: the attacked network's, and its feature map's (H, W).
     """
     mean, std = (torch.tensor(values).reshape(1, 3, 1, 1) for values in (config.mean, config.std))
     limit, darkest, brightest = (
@@ -243,10 +216,8 @@ def change_outside(
 def measure_kept_off(attention: Tensor, channels: Tensor, regions: Tensor) -> Tensor:
     """Return the attention of the labelled class's slots in kept-off regions, [n], 0 ... 1.
 
-    Args:
-        attention: float32 [n, K, H, W].
-        channels: int64 [n, m], of the labelled classes' slots.
-        regions: share of each pixel or cell that is kept off, float [n, rows, cols], 0 ... 1.
+    Attention is float32 [n, K, H, W], channels, int64 [n, m], are the slots', and regions, float [n, rows, cols], the
+    share of each pixel or cell that is kept off, 0 ... 1.
     """
     height, width = attention.shape[2:]
     shares = functional.adaptive_avg_pool2d(regions[:, None], (height, width)).flatten(2)  # [n, 1, H * W]
@@ -256,9 +227,7 @@ def measure_kept_off(attention: Tensor, channels: Tensor, regions: Tensor) -> Te
 def keep_apart(attention: Tensor, channels: Tensor) -> Tensor:
     """Return the scores [n, m] of some slots where each stays more than 1.5 cells away from the stronger ones' cells.
 
-    Args:
-        attention: float32 [n, K, H, W].
-        channels: int64 [n, m].
+    Attention is float32 [n, K, H, W]; channels, int64 [n, m], are the slots'.
     """
     own = _gather(attention, channels)  # [n, m, H * W]
     order = own.amax(2).argsort(1, descending=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -32,10 +32,8 @@ _PRECISIONS: dict[str, Literal["32-true", "bf16-mixed", "16-mixed"]] = {
 def start_fabric(device: str, precision: str) -> tuple[Fabric, str]:
     """Join the processes that torchrun started, or only this one; return them and the precision's name.
 
-    Args:
-        device: `auto`, `cpu`, `cuda` or `cuda:1`; with several processes each takes the GPU of its local rank.
-        precision: `fp32`, `bf16`, `fp16`, or `auto`: float32 on a CPU; on a GPU bfloat16 where it is native, else
-            float16.
+    With several processes each takes the GPU of its local rank. The precision `auto` is float32 on a CPU; on a GPU
+    bfloat16 where it is native, else float16.
 
     Raises:
         UsageError: no such device, or fewer GPUs than processes.
@@ -50,10 +48,9 @@ def start_fabric(device: str, precision: str) -> tuple[Fabric, str]:
             f"device {device!r} for {local_size} processes on this machine, which has {torch.cuda.device_count()} GPUs;"
             " give cuda and start one process per GPU: each takes a GPU of its own"
         )
-    if precision == "auto" and chosen.type == "cuda":
-        precision = "bf16" if torch.cuda.get_device_capability(chosen) >= (8, 0) else "fp16"
-    elif precision == "auto":
-        precision = "fp32"
+    if precision == "auto":
+        has_bf16 = chosen.type == "cuda" and torch.cuda.get_device_capability(chosen) >= (8, 0)
+        precision = "fp32" if chosen.type != "cuda" else "bf16" if has_bf16 else "fp16"
     # it would announce every process and precision
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
     fabric = Fabric(
@@ -118,13 +115,6 @@ def set_tf32(enabled: bool) -> None:
     torch.backends.cudnn.allow_tf32 = enabled
 
 
-@contextmanager
-def unchanged_random_state(device: torch.device) -> Iterator[None]:
-    """Restore torch's generators afterwards: work in between must not change the run's random numbers."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-
-
 def get_random_state(device: torch.device) -> dict[str, Tensor]:
     """Return the state of this process's torch generators, which stochastic depth and dropout draw from."""
     cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
@@ -136,11 +126,6 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
-
-
-def autocast(fabric: Fabric | None) -> AbstractContextManager[Any]:
-    """Return the context that computes in the run's precision; None is float32."""
-    return nullcontext() if fabric is None else fabric.autocast()
 
 
 @contextmanager

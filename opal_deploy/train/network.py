@@ -1,4 +1,4 @@
-"""The network that a run starts with, and lines on what the run does and how long it takes.
+"""A run, the network that it starts with, and what config.json says of them.
 
 A run starts with pretrained layers and a new head, or with another run's network (`--start-from`).
 """
@@ -6,37 +6,57 @@ A run starts with pretrained layers and a new head, or with another run's networ
 from __future__ import annotations
 
 import contextlib
-import math
 import platform
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from opal_deploy._version import __version__
-from opal_deploy.artifact.files import compute_sha256
+from opal_deploy.artifact.files import compute_sha256, without_folders
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.inputs import check_classes
+from opal_deploy.logs import Log, Progress
 from opal_deploy.model import checkpoint
 from opal_deploy.model.backbones import build, get_library
 from opal_deploy.model.checkpoint import Checkpoint
 from opal_deploy.model.config import NetworkConfig
-from opal_deploy.model.head import OpalHead
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.train.head_fit import BATCH, DIRECTIONS, LEAST_PASSES, VIEWS
-from opal_deploy.train.images import TrainImages, normalize
 from opal_deploy.train.options import TrainOptions
 
-# a training step costs about three forward passes
-PASSES = 3
-# images of the batch that is timed
-_MEASURED = 8
+
+@dataclass(frozen=True)
+class Run:
+    """The data, options and devices that all steps of a run share."""
+
+    data: DataSet  # without images that cannot be decoded, once they are read
+    options: TrainOptions
+    fabric: Fabric  # processes, device and precision
+    precision: str  # fp32, bf16 or fp16
+    progress: Progress  # as `log`, silent in all processes but the first
+    log: Log
+    start: Checkpoint | None  # of `--start-from`
+    fingerprint: dict[str, str]  # of the data set, see `run_directory.fingerprint_dataset`
+
+    @property
+    def new_classes(self) -> bool:
+        """Whether `start` has other classes, so that a head must be fitted."""
+        return self.start is not None and self.start.class_names != self.data.class_names
+
+    def identify(self) -> dict[str, Any]:
+        """Return what a run must have in common with the one that it goes on with."""
+        start = self.start
+        return {
+            "options": without_folders(self.options.to_config()), "fingerprint": self.fingerprint,
+            "processes": self.fabric.world_size, "precision": self.precision,
+            "start": None if start is None else {key: start.source[key] for key in ("file", "sha256")},
+        }  # fmt: skip
 
 
 def load_start(options: TrainOptions, data: DataSet) -> Checkpoint | None:
@@ -53,31 +73,22 @@ def load_start(options: TrainOptions, data: DataSet) -> Checkpoint | None:
     stored = start.network.config
     names = ("backbone",) if options.adapt_stride else ("backbone", "stride", "keep_layers")
     values = {name: (getattr(stored, name), getattr(options, name)) for name in names}
-    for name, value in vars(options.head_config).items():
-        if name not in ("dropped", "epsilon"):
-            values[name] = getattr(stored.head, name), value
+    head = {name: value for name, value in vars(options.head_config).items() if name not in ("dropped", "epsilon")}
+    values |= {name: (getattr(stored.head, name), value) for name, value in head.items()}
     if differences := [f"{name} is {old} there and {new} here" for name, (old, new) in values.items() if old != new]:
         raise UsageError(
             f"--start-from {path}: its network differs: {', '.join(differences)}; give the options that it was trained "
             "with, or its run's recipe (--recipe RUN/recipe.toml)"
         )
-    if has_new_classes(start, data.class_names) and not options.head_steps:
+    if not options.head_steps:
         check_classes(path, start.class_names, data)
     return start
-
-
-def has_new_classes(start: Checkpoint | None, class_names: Sequence[str]) -> bool:
-    """Return whether the checkpoint of `--start-from` has other classes, so that a head must be fitted."""
-    return start is not None and start.class_names != list(class_names)
 
 
 def settle_stride(options: TrainOptions, start: Checkpoint | None, stored: Mapping[str, Any] | None) -> TrainOptions:
     """Return the options with cells that the backbone has: with `adapt_stride` its own if it has none of the recipe's.
 
-    Args:
-        options: of the run.
-        start: checkpoint of `--start-from`, whose cells the run has, too.
-        stored: configuration of a run that goes on, whose cells were settled.
+    A run keeps the cells of the checkpoint `start`, and a run that goes on those in its `stored` configuration.
     """
     if not options.adapt_stride:
         return options
@@ -115,7 +126,7 @@ def build_network(options: TrainOptions, class_names: Sequence[str], start: Chec
         return OpalNetwork(replace(config, mean=pretrained.mean, std=pretrained.std), weights=weights).channels_last()
     stored = start.network.config
     config = replace(config, mean=stored.mean, std=stored.std)
-    if not has_new_classes(start, class_names):
+    if start.class_names == list(class_names):
         # what edits dropped is still dropped
         network = OpalNetwork(replace(config, head=replace(config.head, dropped=stored.head.dropped)))
         network.load_state_dict(start.network.state_dict())
@@ -141,20 +152,14 @@ def find_kept_slots(class_names: Sequence[str], start: Checkpoint | None) -> tup
     return rows, others
 
 
-def describe_run(options: TrainOptions, config: Mapping[str, Any], epochs: int) -> str:
-    """Return a line on the training: network, device, initial weights and method.
-
-    Args:
-        options: the run's.
-        config: its config.json.
-        epochs: as planned; those of a run that goes on may differ from its config.json.
-    """
-    head = options.head_config
+def describe_run(run: Run, epochs: int) -> str:
+    """Return a line on the training of so many epochs: network, device, initial weights and method."""
+    options, head = run.options, run.options.head_config
     where = "" if options.stride is None else f" at stride {options.stride}"
     slots = f"{head.prototypes_per_class} prototypes per class" if head.anchors else f"head {head.kind}"
     steps = f"{epochs} epochs in batches of {options.batch_size}, learning rate {options.lr:g}"
     return (
-        f"training {options.backbone}{where} on {config['device']} in {config['precision']}, from "
+        f"training {options.backbone}{where} on {run.fabric.device} in {run.precision}, from "
         f"{options.start_from or options.weights}, {slots}: {steps if epochs else 'the head only'}"
     )
 
@@ -170,75 +175,6 @@ def describe_weights(network: OpalNetwork, weights: str | None) -> dict[str, Any
         "sha256": compute_sha256(Path(weights)) if Path(weights).is_file() else None,
         **({"pretrained_cfg": details} if details else {}),
     }
-
-
-def describe_cost(
-    network: OpalNetwork, options: TrainOptions, data: DataSet, images: TrainImages, heads: int, processes: int
-) -> str:
-    """Return a line on the numbers of images and on the time until best.pt and for all epochs, measured here.
-
-    Args:
-        network: its backbone is timed on the first training images, its head on random features.
-        options, data, images: of the run.
-        heads: that will be fitted.
-        processes: that share the work.
-    """
-    seconds = measure_seconds_per_image(network, images) / processes
-    # attacked images triple the work of a step
-    work = PASSES * (3 if options.adversarial else 1) * len(data.train) + len(data.val)
-    epochs, epoch = options.epochs or 0, seconds * work
-    counts = f"{len(data.train):,} training, {len(data.val):,} validation, {len(data.test):,} test images; "
-    fine_tuning = f"{epochs} epochs of about {_round(epoch)} each, {_round(epochs * epoch)} in all"
-    if not heads:
-        return counts + fine_tuning
-    seen = len(VIEWS) * len(data.train)
-    steps = heads * max(options.head_steps, LEAST_PASSES * math.ceil(seen / BATCH))
-    first = seconds * (seen + len(data.val) + len(data.test)) + steps * measure_seconds_per_step(network) / processes
-    counts += f"best.pt in about {_round(first)}"
-    return f"{counts}, then {fine_tuning}; --epochs 0 fits the head only" if epochs else counts
-
-
-def measure_seconds_per_step(network: OpalNetwork) -> float:
-    """Return the seconds of a step of fitting the head, to random features of 64 images."""
-    channels, config = min(DIRECTIONS, network.backbone.num_features), network.config
-    if not config.head.projection:
-        return 0.0  # a dense layer on pooled features
-    device = next(network.parameters()).device
-    head = OpalHead(channels, config.num_classes, config.head).to(device)
-    features = torch.randn(BATCH, channels, *network.grid, device=device)
-
-    def step() -> Tensor:
-        total: Tensor = head(features).sum()
-        total.backward()  # type: ignore[no-untyped-call]
-        return total
-
-    return _time(step)
-
-
-def measure_seconds_per_image(network: OpalNetwork, images: TrainImages) -> float:
-    """Return the seconds that the backbone takes per image in a forward pass."""
-    device, config = next(network.parameters()).device, network.config
-    pixels = [torch.tensor(images[0, index][0][..., :3]) for index in range(min(_MEASURED, len(images)))]
-    inputs = normalize(torch.stack(pixels).to(device), config.mean, config.std)
-    network.eval()
-    with torch.no_grad():
-        return _time(lambda: network.backbone(inputs)) / len(inputs)
-
-
-def _time(call: Callable[[], Tensor]) -> float:
-    """Return the seconds of a call; an earlier one warms up."""
-    seconds = 0.0
-    for _ in range(2):
-        started = time.perf_counter()
-        call().sum().item()  # waits for the device
-        seconds = time.perf_counter() - started
-    return seconds
-
-
-def _round(seconds: float) -> str:
-    if seconds < 90:
-        return f"{max(seconds, 1):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def package_versions() -> dict[str, str]:

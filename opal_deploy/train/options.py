@@ -7,11 +7,9 @@ caller gives is laid over a recipe (`resolve`). A run stores its resolved option
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -194,17 +192,15 @@ class TrainOptions(Options):
         return None if self.weights == RANDOM else os.fspath(self.weights)
 
     @property
-    def region_weight(self) -> float | None:
-        """Weight of the attention in kept-off regions; None without regions."""
+    def region_weight(self) -> float:
+        """Weight of the attention in kept-off regions; 0 without regions."""
         weight = _REGION_WEIGHT if self.keep_off_weight is None else self.keep_off_weight
-        return None if self.keep_off is None else weight
+        return 0.0 if self.keep_off is None else weight
 
     def plan(self, num_images: int, *, new_classes: bool = False) -> TrainOptions:
-        """Return the options with batch size and epochs where they are not given.
+        """Return the options with batch size and epochs for so many training images where they are not given.
 
-        Args:
-            num_images: number of training images.
-            new_classes: whether the checkpoint of `start_from` has other classes, so that a head must be fitted.
+        `new_classes`: whether the checkpoint of `start_from` has other classes, so that a head must be fitted.
         """
         batch_size, epochs = next((plan for limit, *plan in _PLANS if num_images <= limit), _LARGEST_PLAN)
         tunes = self.head != "opal" or self.adversarial or self.minutes is not None
@@ -217,11 +213,8 @@ class TrainOptions(Options):
     def validates_out_of_fold(self, num_images: int, *, new_classes: bool = False) -> bool:
         """Return whether one process fits the head only, and can answer out of fold instead of setting images aside."""
         able = os.environ.get("WORLD_SIZE", "1") == "1" and self.head != "plain"
-        return (
-            able
-            and self.fits_head(new_classes=new_classes)
-            and self.plan(num_images, new_classes=new_classes).epochs == 0
-        )
+        planned = self.plan(num_images, new_classes=new_classes)
+        return able and self.fits_head(new_classes=new_classes) and planned.epochs == 0
 
     def fits_head(self, *, new_classes: bool) -> bool:
         """Return whether a head is fitted first; one that another run has trained is not, but for other classes."""
@@ -264,12 +257,6 @@ class TrainOptions(Options):
             raise UsageError("--resume continues a run, --overwrite replaces it: give only one of them")
 
 
-def recipe_names() -> list[str]:
-    """Return the names of the recipes that come with the package."""
-    folder = resources.files("opal_deploy.train") / "recipes"
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
-
-
 def load_recipe(name: str) -> dict[str, Any]:
     """Return the options that a recipe states, by name.
 
@@ -280,21 +267,19 @@ def load_recipe(name: str) -> dict[str, Any]:
     Raises:
         UsageError: no such recipe, not TOML, unknown keys, or values of the wrong type.
     """
-    names = recipe_names()
-    if name in names:
-        raw = tomllib.loads((resources.files("opal_deploy.train") / "recipes" / f"{name}.toml").read_text("utf-8"))
-    elif Path(name).is_file():
-        try:
-            # a path to weights may hold bytes that are not UTF-8
-            raw = read_toml(Path(name), "surrogateescape")
-        except (OSError, ValueError) as error:
-            raise UsageError(f"recipe {name}: cannot be read as TOML ({error})") from None
-    else:
-        raise UsageError(f"recipe {name!r}: no such file, and not one of {', '.join(names)}; give a .toml file")
+    own = {path.stem: path for path in sorted((Path(__file__).parent / "recipes").glob("*.toml"))}
+    path = own.get(name, Path(name))
+    if not path.is_file():
+        raise UsageError(f"recipe {name!r}: no such file, and not one of {', '.join(own)}; give a .toml file")
+    try:
+        # a path to weights may hold bytes that are not UTF-8
+        stored = flatten_sections(read_toml(path, "surrogateescape"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"recipe {name}: cannot be read as TOML ({error})") from None
     types = {field.name: kind for field, kind, _ in option_fields(TrainOptions) if field.name not in _CALL_OPTIONS}
     options: dict[str, Any] = {}
     problems = []
-    for stored_name, value in flatten_sections(raw).items():
+    for stored_name, value in stored.items():
         option = _STORED_NAMES.get(stored_name, stored_name)
         if _FORMER_VALUES.get(option) == value:
             continue
@@ -319,21 +304,14 @@ def flatten_sections(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve(recipe: Mapping[str, Any], options: Mapping[str, Any]) -> TrainOptions:
-    """Return the options of a run: those given, laid over a recipe's.
-
-    Args:
-        recipe: options by name, as `load_recipe` returns them.
-        options: options by name, which win; None leaves an option to the recipe.
+    """Return the options of a run: those given by name, laid over a recipe's; None leaves one to the recipe.
 
     Raises:
         UsageError: options that contradict each other, or values that no run can have.
     """
     base = dict(recipe)
-    changes = {
-        name: os.fspath(value) if isinstance(value, os.PathLike) else value
-        for name, value in options.items()
-        if value is not None
-    }
+    given = {name: value for name, value in options.items() if value is not None}
+    changes = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in given.items()}
     if "head" in changes:
         # all parts of OPAL, whatever variant the recipe has
         kept = {"prototypes", "distance"} if changes["head"] == "opal" else set()
@@ -363,8 +341,8 @@ def resolve(recipe: Mapping[str, Any], options: Mapping[str, Any]) -> TrainOptio
 def default_weights(name: str) -> str:
     """Return the name of a network's usual ImageNet weights.
 
-    For torchvision these are the paper's: the second set for ResNets, else the first. For timm it is the tag in the
-    name, or timm's default, which takes importing timm.
+    For torchvision these are the paper's: the second set for ResNets, else the first. For timm, which is imported, it
+    is the tag in the name, or timm's default.
 
     Raises:
         UsageError: the library has no such network, or timm no weights for it.

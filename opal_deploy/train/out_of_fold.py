@@ -14,13 +14,12 @@ import csv
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from lightning_fabric import Fabric
 from numpy.typing import NDArray
 from scipy.stats import binomtest
 from sklearn.cluster import DBSCAN
@@ -35,14 +34,16 @@ from opal_deploy.artifact.outputs import Outputs, compute_probabilities
 from opal_deploy.datasets.samples import DataSet, Sample, display_path
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.metrics import mean_with_interval
+from opal_deploy.evaluation.record import pool_features
 from opal_deploy.evaluation.session import choose_samples
-from opal_deploy.logs import Progress
+from opal_deploy.model.backbones import own_stride
 from opal_deploy.model.head import OpalHead
 from opal_deploy.model.neighbours import Neighbours, max_images
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.runtime.torch_session import to_outputs
 from opal_deploy.train.head_fit import FrozenFeatures, fit_head
-from opal_deploy.train.losses import Objective
+from opal_deploy.train.losses import make_objective
+from opal_deploy.train.network import Run, build_network
 
 FOLDS = 5
 PLAIN = "a logistic regression on the network's mean features, without explanation"
@@ -60,37 +61,21 @@ _PAIRS = 3
 
 @dataclass(frozen=True)
 class OutOfFold:
-    """The answers to n training images, each by a head that was fitted to the other folds.
+    """The answers to n training images, each by a head that was fitted to the other folds."""
 
-    Attributes:
-        positions: of the images in the data set's training images, int64 [n], ascending.
-        labels: int64 [n].
-        outputs: of all n images, with OOD scores by the neighbours among the other folds.
-        plain: whether the logistic regression is right, bool [n].
-        neighbours: among all training images; None where there are none, see `Neighbours.fit`.
-        whole: positions, ascending, and outputs of the head that is kept; None before its fit.
-    """
-
-    positions: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    outputs: Outputs
-    plain: NDArray[np.bool_]
-    neighbours: Neighbours | None
+    positions: NDArray[np.int64]  # [n], of the images in the data set's training images, ascending
+    labels: NDArray[np.int64]  # [n]
+    outputs: Outputs  # of all n images, with OOD scores by the neighbours among the other folds
+    plain: NDArray[np.bool_]  # [n], whether the logistic regression is right
+    neighbours: Neighbours | None  # among all training images; None where there are none, see `Neighbours.fit`
+    # positions, ascending, and outputs of the head that is kept; None before its fit
     whole: tuple[NDArray[np.int64], Outputs] | None = None
-
-
-def count_folds(images: int) -> int:
-    """Return how many of the folds are answered."""
-    return min(FOLDS, math.ceil(ENOUGH_ANSWERS * FOLDS / images))
 
 
 def assign_folds(pooled: Tensor, labels: Tensor, seed: int) -> NDArray[np.int64]:
     """Return the fold of each image, 0 ... 4, with all classes in each as far as there are images.
 
-    Args:
-        pooled: float32 [n, D], see `group_copies`.
-        labels: int64 [n].
-        seed: of the shuffle.
+    Labels are int64 [n], and features, float32 [n, D], those of `group_copies`.
 
     Raises:
         UsageError: no class has two different images.
@@ -111,8 +96,7 @@ def assign_folds(pooled: Tensor, labels: Tensor, seed: int) -> NDArray[np.int64]
 def group_copies(pooled: Tensor) -> NDArray[np.int64]:
     """Return a number per image, equal for images that are nearly the same: re-encoded, resized, or of one burst.
 
-    Args:
-        pooled: float32 [n, D], means of the frozen network's features over the cells.
+    They are told by the means of the frozen network's features over the cells, float32 [n, D].
     """
     # with one sample enough for a cluster: whatever a chain of near copies connects
     neighbours = DBSCAN(eps=1 - COPY_COSINE, min_samples=1, metric="cosine")
@@ -120,48 +104,32 @@ def group_copies(pooled: Tensor) -> NDArray[np.int64]:
     return groups
 
 
-def answer_out_of_fold(
-    network: OpalNetwork,
-    frozen: FrozenFeatures,
-    samples: Sequence[Sample],
-    plain_features: Tensor,
-    background: Tensor,
-    make_objective: Callable[[OpalHead], Objective],
-    fabric: Fabric,
-    *,
-    steps: int,
-    seed: int,
-    progress: Progress,
-) -> OutOfFold:
+def answer_out_of_fold(run: Run, network: OpalNetwork, frozen: FrozenFeatures, background: Tensor) -> OutOfFold:
     """Return the out-of-fold answers to the training images; each by a new head.
 
     Args:
+        run: of a single process.
         network: its backbone computed the features; on the run's device.
         frozen: of one view of every training image, or more.
-        samples: the training images.
-        plain_features: of each row, float32 [n, P], for the logistic regression.
         background: pooled features of out-of-distribution images, float32 [b, D]; see `Neighbours`.
-        make_objective: returns the training loss of a head.
-        fabric: of a single process.
-        steps: of fitting a head.
-        seed: of folds and heads.
-        progress: called with the heads' steps.
     """
-    images = len(frozen.labels) // frozen.views
-    first = assign_folds(frozen.pooled[:images], frozen.labels[:images], seed)
+    options, images = run.options, len(frozen.labels) // frozen.views
+    first = assign_folds(frozen.pooled[:images], frozen.labels[:images], options.seed)
     fold_of_position = np.empty(int(frozen.positions.max()) + 1, np.int64)
     fold_of_position[frozen.positions[:images]] = first
     folds = torch.from_numpy(fold_of_position)[frozen.positions]  # of each row
+    plain_features = find_plain_features(run, network, frozen)
     parts: list[tuple[Tensor, Outputs, NDArray[np.bool_]]] = []
-    answered = np.unique(first)[: count_folds(images)]
+    answered = np.unique(first)[: math.ceil(ENOUGH_ANSWERS * FOLDS / images)]
     for number, fold in enumerate(answered.tolist(), 1):
         others, rows = torch.nonzero(folds != fold)[:, 0], torch.nonzero(folds[:images] == fold)[:, 0]
-        head = new_head(network, frozen, seed)
+        head = new_head(network, frozen, options.seed)
         fit_head(
-            head, frozen, make_objective(head), fabric,
-            steps=steps, progress=progress, among=others, note=f"fitting the head of fold {number} of {len(answered)}",
+            head, frozen, make_objective(options, run.data, head, fitting=True), run.fabric,
+            steps=options.head_steps, progress=run.progress, among=others,
+            note=f"fitting the head of fold {number} of {len(answered)}",
         )  # fmt: skip
-        neighbours = choose_neighbours(network, frozen, others[others < images], samples, background)
+        neighbours = choose_neighbours(run, network, frozen, others[others < images], background)
         right = answer_plainly(plain_features, frozen.labels, others, rows)
         parts.append((rows, compute_outputs(head, neighbours, frozen, rows), right))
     if any(outputs.ood_score is None for _, outputs, _ in parts):
@@ -173,20 +141,20 @@ def answer_out_of_fold(
     plain = np.concatenate([part[2] for part in parts], axis=1)
     best: NDArray[np.bool_] = plain[plain.sum(axis=1).argmax()][order]
     outputs, rows = Outputs.concatenate([part[1] for part in parts]).take(order.tolist()), rows[order]
-    neighbours = choose_neighbours(network, frozen, torch.arange(images), samples, background)
+    neighbours = choose_neighbours(run, network, frozen, torch.arange(images), background)
     return OutOfFold(frozen.positions[rows].numpy(), frozen.labels[rows].numpy(), outputs, best, neighbours)
 
 
 def choose_neighbours(
-    network: OpalNetwork, frozen: FrozenFeatures, rows: Tensor, samples: Sequence[Sample], background: Tensor
+    run: Run, network: OpalNetwork, frozen: FrozenFeatures, rows: Tensor, background: Tensor
 ) -> Neighbours | None:
     """Return the neighbours among rows of the features, as many evenly over the classes as a model keeps."""
     if network.config.head.evidence != "exact":
         return None
-    shown = [samples[position] for position in frozen.positions[rows].tolist()]
+    shown = [run.data.train[position] for position in frozen.positions[rows].tolist()]
     kept = rows[choose_samples(shown, max_images(network.config.num_classes))]
     neighbours = Neighbours.fit(frozen.pooled[kept], frozen.labels[kept], background)
-    return None if neighbours is None else neighbours.to(next(network.parameters()).device)
+    return None if neighbours is None else neighbours.to(run.fabric.device)
 
 
 def new_head(network: OpalNetwork, frozen: FrozenFeatures, seed: int) -> OpalHead:
@@ -209,15 +177,29 @@ def compute_outputs(head: OpalHead, neighbours: Neighbours | None, frozen: Froze
     return Outputs.concatenate(batches)
 
 
+def find_plain_features(
+    run: Run, network: OpalNetwork, frozen: FrozenFeatures, samples: Sequence[Sample] = ()
+) -> Tensor:
+    """Return the features of the rows in memory, and of more samples, for the logistic regression: float32 [n, P].
+
+    They are the last feature map's of the whole network, even where the run's ends earlier; from a checkpoint of
+    `--start-from`, which has no later layers, those of its network.
+    """
+    options, last = run.options, network.backbone.maps[-1]
+    ends_early = network.backbone.stride != own_stride(options.backbone) and not options.keep_layers
+    if not ends_early or run.start is not None:
+        return torch.cat([frozen.pooled, pool_features(network, samples, progress=run.progress)])[:, -last:]
+    whole = build_network(replace(options, stride=None), run.data.class_names, None).to(run.fabric.device)
+    features = pool_features(whole, [*run.data.train, *samples], progress=run.progress)
+    known = len(run.data.train)
+    return torch.cat([features[:known][frozen.positions], features[known:]])
+
+
 def answer_plainly(features: Tensor, labels: Tensor, fitted: Tensor, answered: Tensor) -> NDArray[np.bool_]:
     """Return whether logistic regressions answer rows right, bool [strengths, answered rows].
 
-    Features are standardised, as scikit-learn's users do it; penalties are `_STRENGTHS`.
-
-    Args:
-        features: float32 [n, P].
-        labels: int64 [n].
-        fitted, answered: rows.
+    They are fitted to other rows of the features, float32 [n, P], and labels, int64 [n]. Features are standardised, as
+    scikit-learn's users do it; penalties are `_STRENGTHS`.
     """
     x, y, rows, others = features.numpy(), labels.numpy(), answered.numpy(), fitted.numpy()
     if len(np.unique(y[others])) == 1:
@@ -229,15 +211,22 @@ def answer_plainly(features: Tensor, labels: Tensor, fitted: Tensor, answered: T
     return np.array(right)
 
 
+def compare_plainly(run: Run, network: OpalNetwork, frozen: FrozenFeatures) -> str:
+    """Return a line on what a logistic regression answers on the validation images."""
+    val = run.data.val
+    features = find_plain_features(run, network, frozen, val)
+    labels = torch.cat([frozen.labels, torch.tensor([sample.label for sample in val])])
+    rows = torch.arange(len(labels))
+    right = answer_plainly(features, labels, rows[: -len(val)], rows[-len(val) :])
+    return f"{PLAIN}: {right.mean(axis=1).max():.1%} of {len(val):,} validation images"
+
+
 def find_doubtful(probabilities: NDArray[np.float64], labels: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return which labels the other folds contradict confidently, bool [n].
 
-    Confident learning (Northcutt, Jiang and Chuang, JAIR 2021): another class than the label is the most probable, with
-    at least the mean probability that photographs labelled with that class have of it.
-
-    Args:
-        probabilities: [n, C], calibrated, out of fold.
-        labels: int64 [n].
+    Confident learning (Northcutt, Jiang and Chuang, JAIR 2021): another class than the label, int64 [n], is the most
+    probable, with at least the mean probability that photographs labelled with that class have of it. Probabilities,
+    [n, C], are calibrated and out of fold.
     """
     own = probabilities[np.arange(len(labels)), labels]
     counts = np.bincount(labels, minlength=probabilities.shape[1])
@@ -270,11 +259,7 @@ def describe_answers(answers: OutOfFold, data: DataSet) -> Iterator[str]:
 def write_answers(path: Path, answers: OutOfFold, data: DataSet, temperature: float | None) -> int:
     """Write the answers as a table, one row per image, doubtful labels first; return the number of doubtful labels.
 
-    Args:
-        path: of the CSV file.
-        answers: to images of `data.train`.
-        data: of the run.
-        temperature: of the calibrated probabilities; without one, none are written and no label is doubted.
+    Probabilities are calibrated by `temperature`; without one, none are written and no label is doubted.
     """
     logits, labels = answers.outputs.logits, answers.labels
     predicted, doubtful = logits.argmax(axis=1), np.zeros(len(labels), np.bool_)

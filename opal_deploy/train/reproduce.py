@@ -14,11 +14,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.artifact.files import is_finite_number, read_json, read_toml, write_json
+from opal_deploy.artifact.files import read_json, read_toml, write_json
 from opal_deploy.datasets.cub import has_parts
 from opal_deploy.datasets.registry import DATASET_NAMES, read_dataset
 from opal_deploy.errors import OpalError, StoppedEarly, UsageError
 from opal_deploy.evaluation.api import evaluate_model
+from opal_deploy.evaluation.metrics import format_columns
 from opal_deploy.logs import Log, Progress
 from opal_deploy.train.api import is_main_process, train_model
 from opal_deploy.train.options import default_weights, flatten_sections
@@ -98,9 +99,9 @@ class Plan:
 def make_plan(
     name: str, datasets: Sequence[str], seeds: Sequence[int], recipe: str, out: Path, only: Sequence[str] = ()
 ) -> Plan:
-    """Return the runs of a table.
+    """Return the runs of a table, with the rows that one of `only` names, and the data sets named or the table's own.
 
-    `datasets` are names, none for the table's, `recipe` is `paper` or a path, and `only` are parts of row names.
+    `recipe` is `paper` or a path.
 
     Raises:
         UsageError: no such table or row, or the recipe cannot be read.
@@ -139,11 +140,11 @@ def train_runs(plan: Plan, folders: Mapping[str, Path], recipe: str, progress: P
     files = {_METRICS[metric][0] for metric in plan.table["metrics"]}
     todo = [run for run in plan.runs if not all((run.folder / file).is_file() for file in (_SUMMARY, *files))
             or _read(run.folder / _REQUEST) != run.request]  # fmt: skip
-    known: dict[str, str | None] = {name: name for name in DATASET_NAMES}
     located = {}
     # all data sets are checked before the first run, which takes hours
     for name in dict.fromkeys(run.dataset for run in todo):
-        located[name] = has_parts(read_dataset(folders[name], known.get(name), progress=progress))
+        kind = name if name in DATASET_NAMES else None
+        located[name] = has_parts(read_dataset(folders[name], kind, progress=progress))
         if files == {_PARTS} and not located[name]:
             raise UsageError(
                 f"{name} ({folders[name]}): the table {plan.table['name']} needs part locations (CUB's "
@@ -152,7 +153,7 @@ def train_runs(plan: Plan, folders: Mapping[str, Path], recipe: str, progress: P
     failures: list[OpalError] = []
     for number, run in enumerate(todo, 1):
         log(f"run {number} of {len(todo)}: {run} ({run.folder})")
-        folder, dataset, out = folders[run.dataset], known.get(run.dataset), run.folder
+        folder, dataset, out = folders[run.dataset], run.dataset if run.dataset in DATASET_NAMES else None, run.folder
         try:
             train_model(
                 folder, recipe=recipe, dataset=dataset, seed=run.seed, out=out, resume=True,
@@ -170,13 +171,10 @@ def train_runs(plan: Plan, folders: Mapping[str, Path], recipe: str, progress: P
     return failures
 
 
-def _read(path: Path, *numbers: str) -> dict[str, Any]:
-    """Return the document of a run's file, with `numbers` or without; empty without the file."""
+def _read(path: Path) -> dict[str, Any]:
+    """Return the document of a run's file; empty without the file."""
     try:
-        document = read_json(path) if path.is_file() else {}
-        values = [document.get(name) for name in numbers] if isinstance(document, dict) else [document]
-        if not all(value is None or is_finite_number(value) for value in values):
-            raise ValueError("not an object with numbers")
+        document: dict[str, Any] = read_json(path) if path.is_file() else {}
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not readable ({error}); remove its folder and reproduce again") from None
     return document
@@ -186,9 +184,10 @@ def _measure(plan: Plan, row: Row, dataset: str, metric: str) -> dict[str, Any]:
     """Return our metric over the finished seeds, and the paper's, in per cent; None where unknown."""
     file, key = _METRICS[metric]
     runs = [run for run in plan.runs if (run.row, run.dataset) == (row, dataset) and run.is_finished]
-    names = (key, f"{key}_std")
-    documents = [_read(run.folder / file, *names) for run in runs]
-    values, stds = ([100.0 * raw[name] for raw in documents if raw.get(name) is not None] for name in names)
+    documents = [_read(run.folder / file) for run in runs]
+    values, stds = (
+        [100.0 * raw[name] for raw in documents if raw.get(name) is not None] for name in (key, f"{key}_std")
+    )
     std = statistics.stdev(values) if len(values) > 1 else None
     if plan.table["spread"] == "images":
         std = statistics.fmean(stds) if stds else None
@@ -245,23 +244,19 @@ def _find_deviations(run: Run) -> list[str]:
     expected = {**PAPER["protocol"], **PAPER["heads"][run.row.head], **run.row.options, "seed": run.seed}
     expected["prototypes_per_class"] = expected.pop("prototypes", expected["prototypes_per_class"])
     expected["weights"] = default_weights(expected["backbone"])
-    try:
-        options = {**config["options"], **config["options"]["head"]}
-        # a finished run knows what `auto` stood for, and how many epochs were planned
-        options |= {key: config[key] for key in ("precision", "epochs", "batch_size") if key in config}
-        lines = [
-            f"{key} {value} instead of {expected.get(key)}"
-            for key, value in options.items()
-            if key not in ("head", *_MACHINE_OPTIONS) and (value or None) != (expected.get(key) or None)
-        ]
-        data, official = config.get("data"), PAPER["datasets"].get(run.dataset)
-        if data and official and (counts := [data["classes"], data["train"] + data["val"], data["test"]]) != official:
-            text = (
-                "{:,} classes, {:,} training and validation images and {:,} test images instead of {:,}, {:,} and {:,}"
-            )
-            lines.append(f"{run.dataset} has {text.format(*counts, *official)}")
-    except (KeyError, TypeError, ValueError):
-        return [f"{run.folder / _CONFIG} is damaged"]
+    options = config.get("options", {})
+    options = {**options, **options.get("head", {})}
+    # a finished run knows what `auto` stood for, and how many epochs were planned
+    options |= {key: config[key] for key in ("precision", "epochs", "batch_size") if key in config}
+    lines = [
+        f"{key} {value} instead of {expected.get(key)}"
+        for key, value in options.items()
+        if key not in ("head", *_MACHINE_OPTIONS) and (value or None) != (expected.get(key) or None)
+    ]
+    data, official = config.get("data"), PAPER["datasets"].get(run.dataset)
+    if data and official and (counts := [data["classes"], data["train"] + data["val"], data["test"]]) != official:
+        text = "{:,} classes, {:,} training and validation images and {:,} test images instead of {:,}, {:,} and {:,}"
+        lines.append(f"{run.dataset} has {text.format(*counts, *official)}")
     return lines
 
 
@@ -286,10 +281,7 @@ def render(plan: Plan, document: dict[str, Any]) -> str:
         f"not the paper's protocol: {'; '.join(document['deviations'])}" if document["deviations"] else "",
         f"unfinished: {unfinished} of {len(plan.runs)} runs" if unfinished else "",
     ]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    texts = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-    return "\n".join([document["title"], "", *texts, "", *filter(None, notes), ""])
+    return "\n".join([document["title"], "", *format_columns(lines), "", *filter(None, notes), ""])
 
 
 def _format(number: dict[str, Any] | None, seeds: int, digits: int = 1) -> str:

@@ -43,15 +43,13 @@ class EpochRecord:
     """One line of metrics.csv. Losses are cross-entropies in nats, accuracies 0 ... 1.
 
     The training loss has class weights, if there are any, the validation loss has none. Training loss and accuracy are
-    of the images as trained on (augmented, unless with `--augment none`), measured while the weights still change.
+    of the augmented images, measured while the weights still change.
 
     Attributes:
         seconds: duration of training and validation.
         images_per_second: training images over the seconds of training, all processes together.
-        data_wait: share of these seconds, 0 ... 1, that the first process waited for its next batch (a GPU may have
-            been busy with queued steps meanwhile).
-        kept_off: mean over the training images of the penalty of kept-off regions, 0 ... 1, before its weight; 0
-            without `--keep-off`.
+        data_wait: share of these seconds, 0 ... 1, that the first process waited for its next batch.
+        kept_off: mean penalty of kept-off regions, 0 ... 1, before its weight; 0 without `--keep-off`.
     """
 
     epoch: int
@@ -131,10 +129,7 @@ class TrainRunDirectory:
         self.tensorboard, self.answers = root / "tensorboard", root / "answers.csv"
 
     def check(self, *, may_hold_run: bool) -> None:
-        """Raise UsageError if the directory cannot be written to, or holds a run although it may not.
-
-        Changes nothing.
-        """
+        """Raise UsageError if the directory cannot be written to, or holds a run although it may not."""
         existing = [name for name in FILES if (self.root / name).exists()]
         if existing and not may_hold_run:
             raise UsageError(
@@ -181,15 +176,11 @@ def stop_when_full() -> Iterator[None]:
         ) from None
 
 
-def describe_differences(stored: Any, current: dict[str, Any]) -> list[str]:
-    """Return a clause for each difference between the stored configuration of a run and the one to resume it with.
+def refuse_other_run(path: Path, stored: Any, current: dict[str, Any]) -> None:
+    """Raise UsageError with all differences if last.pt, at `path`, stores another configuration than the current one's.
 
-    Args:
-        stored: `training` of a checkpoint.
-        current: `options`, `fingerprint`, `start`, `processes` and `precision`.
+    Options in `CHANGEABLE_ON_RESUME` and images that only measure may differ.
     """
-    if not isinstance(stored, dict) or not isinstance(stored.get("options"), dict):
-        return ["its configuration cannot be read"]
     # as JSON stores them: lists for tuples
     stored, current, defaults = json.loads(json.dumps([stored, current, TrainOptions().to_config()]))
     # a stored run knows what `auto` stood for, see `precision` below
@@ -203,7 +194,8 @@ def describe_differences(stored: Any, current: dict[str, Any]) -> list[str]:
         clauses.append("the training images, their labels, boxes or regions, or the classes have changed")
     if stored.get("start") != current["start"]:
         clauses.append("the checkpoint of --start-from has changed")
-    return clauses
+    if clauses:
+        raise UsageError(f"{path.parent}: holds another run: {'; '.join(clauses)}; {RESUME_ADVICE}")
 
 
 def has_same_images(stored: dict[str, Any], current: dict[str, Any], part: str) -> bool:

@@ -5,6 +5,7 @@ import pytest
 from PIL import Image
 
 from opal_deploy.datasets.registry import read_dataset
+from tests.train.fitting import small
 
 COLORS = {"blue": (40, 60, 220), "green": (40, 190, 60), "red": (220, 50, 40)}
 
@@ -33,3 +34,12 @@ def squares(write_squares, tmp_path_factory):
     """24 images to train on, 6 to validate, 9 to test."""
     root = tmp_path_factory.mktemp("squares")
     return read_dataset(write_squares(root, {"train": (10, 10, 10), "test": (3, 3, 3)}))
+
+
+@pytest.fixture(scope="session")
+def fitted_options(lite0_weights):
+    """Options of a run that fits the head to a pretrained network, and nothing else."""
+    return small(
+        backbone="timm:tf_efficientnet_lite0", weights=str(lite0_weights), head_steps=60, epochs=0, batch_size=8,
+        size=64, stride=16, keep_layers=True, schedule="cosine",
+    )  # fmt: skip

@@ -33,13 +33,8 @@ def test_an_adversary_changes_few_grey_levels_outside_the_boxes_only():
     listed = torch.ones_like(cells, dtype=torch.bool)
     free = outside_boxes(cells, listed, (128, 128), CellGrid(8, 8), EvaluateOptions.attack_margin)
     std = torch.tensor(_CONFIG.std).reshape(1, 3, 1, 1)
-    levels, brightness = (
-        (each * std * 255)
-        for each in (
-            images - changed,
-            images - normalize(torch.zeros(1, 1, 1, 3, dtype=torch.uint8), _CONFIG.mean, _CONFIG.std),
-        )
-    )
+    black = normalize(torch.zeros(1, 1, 1, 3, dtype=torch.uint8), _CONFIG.mean, _CONFIG.std)
+    levels, brightness = ((images - other) * std * 255 for other in (changed, black))
     assert (levels <= LEVELS * free + 1e-3).all()
     assert (levels >= brightness.clamp_max(LEVELS / 2) * free - 1e-3).all()
     # inside the box of cell 9

@@ -71,9 +71,7 @@ def test_two_processes_train_as_one_does(opal, folder, tmp_path):
         assert 0 < b.kept_off == pytest.approx(a.kept_off, rel=1e-3)
         assert (b.train_accuracy, b.val_accuracy) == (a.train_accuracy, a.val_accuracy)
     first, second = (checkpoint.load(tmp_path / name / "best.pt") for name in ("one", "two"))
-    assert second.metrics["val_images"] == 7
-    assert second.metrics["test_images"] == 5
-    for name in ("test_accuracy", "spatial_prototype_collapse", "spatial_prototype_collapse_std"):
+    for name in ("val_images", "test_images", "test_accuracy", "spatial_prototype_collapse"):
         assert second.metrics[name] == pytest.approx(first.metrics[name])
     weights = [net.network.head.projection.weight for net in (first, second)]
     torch.manual_seed(0)
@@ -97,7 +95,7 @@ def test_the_weights_that_are_saved_are_those_that_are_judged(folder, tmp_path):
 def test_every_image_is_in_one_share_an_epoch(size, count, tmp_path):
     images = TrainImages([Sample(tmp_path / f"{index}.png", 0) for index in range(count)], (32, 32))
     for shuffle in (None, 7):
-        shares = [Batches(images, 8, shuffle_seed=shuffle, rank=rank, size=size) for rank in range(size)]
+        shares = [Batches(images, 8, shuffle_seed=shuffle, share=(rank, size)) for rank in range(size)]
         for batches in shares:
             batches.epoch = 3
         seen = Counter(index for batches in shares for share in batches.local_plan() for _, index in share)

@@ -16,21 +16,13 @@ from opal_deploy.model import checkpoint
 from opal_deploy.train.head_fit import Basis
 from opal_deploy.train.machine import start_fabric
 from opal_deploy.train.out_of_fold import COPY_COSINE, assign_folds, find_doubtful, group_copies
-from tests.train.fitting import fit, small
+from tests.train.fitting import fit
 
 
 def read_answers(result):
     """Return the rows of a run's answers.csv by image."""
     with (result.best.parent / "answers.csv").open(encoding="utf-8") as stream:
         return {row["image"]: row for row in csv.DictReader(stream)}
-
-
-@pytest.fixture(scope="module")
-def options(lite0_weights):
-    return small(
-        backbone="timm:tf_efficientnet_lite0", weights=str(lite0_weights), head_steps=60, epochs=0, batch_size=8,
-        size=64, stride=16, keep_layers=True, schedule="cosine",
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +33,9 @@ def all_images(squares):
 
 
 @pytest.fixture(scope="module")
-def trained(all_images, options, tmp_path_factory):
+def trained(all_images, fitted_options, tmp_path_factory):
     lines = []
-    return fit(all_images, options, tmp_path_factory.mktemp("all") / "run", log=lines.append), lines
+    return fit(all_images, fitted_options, tmp_path_factory.mktemp("all") / "run", log=lines.append), lines
 
 
 def test_every_image_is_trained_on_and_answered_once(trained, all_images):
@@ -60,40 +52,42 @@ def test_every_image_is_trained_on_and_answered_once(trained, all_images):
     assert any("logistic regression" in line for line in lines)
 
 
-def test_the_answer_to_an_image_is_not_learned_from_its_label(all_images, options, trained, tmp_path):
+def test_the_answer_to_an_image_is_not_learned_from_its_label(all_images, fitted_options, trained, tmp_path):
     # three images of one class carry another label: fitted to them, the head would repeat it
     wrong = [replace(sample, label=(sample.label + 1) % 3) for sample in all_images.train[:3]]
-    result = fit(replace(all_images, train=[*wrong, *all_images.train[3:]]), options, tmp_path / "run")
+    result = fit(replace(all_images, train=[*wrong, *all_images.train[3:]]), fitted_options, tmp_path / "run")
     rows = read_answers(result)
     names = [str(sample.path.relative_to(all_images.root)) for sample in wrong]
     assert sum(rows[name]["label"] != rows[name]["predicted"] for name in names) >= 2
 
 
-def test_repeating_the_command_fits_again_and_leaves_the_same_model(all_images, options, trained, tmp_path):
+def test_repeating_the_command_fits_again_and_leaves_the_same_model(all_images, fitted_options, trained, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(trained[0].best.parent, out)
-    again = fit(all_images, options, out, resume=True)
+    again = fit(all_images, fitted_options, out, resume=True)
     weights, expected = (checkpoint.load(run.best).network.state_dict() for run in (again, trained[0]))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert read_answers(again) == read_answers(trained[0])
     with pytest.raises(UsageError, match="another run"):
-        fit(all_images, replace(options, seed=5), out, resume=True)
+        fit(all_images, replace(fitted_options, seed=5), out, resume=True)
 
 
 def test_fine_tuning_afterwards_sets_images_aside_and_begins_with_a_head_fitted_to_the_others(
-    all_images, options, trained, tmp_path
+    all_images, fitted_options, trained, tmp_path
 ):
     out = tmp_path / "run"
     shutil.copytree(trained[0].best.parent, out)
     lines = []
-    result = fit(split_off_validation(all_images), replace(options, epochs=1), out, resume=True, log=lines.append)
+    result = fit(
+        split_off_validation(all_images), replace(fitted_options, epochs=1), out, resume=True, log=lines.append
+    )
     assert [record.epoch for record in result.epochs][:1] == [0]
     assert any("sets" in line and "aside" in line for line in lines)
     # of the other head, unless it came back
     assert (out / "answers.csv").exists() is (result.config["data"]["val"] == 0)
 
 
-def test_other_classes_keep_the_slots_of_those_that_stay(all_images, options, trained, tmp_path):
+def test_other_classes_keep_the_slots_of_those_that_stay(all_images, fitted_options, trained, tmp_path):
     first = checkpoint.load(trained[0].best)
     kept = [name for name in all_images.class_names if name != "green"]
     labels = {all_images.class_names.index(name): label for label, name in enumerate(kept)}
@@ -102,7 +96,7 @@ def test_other_classes_keep_the_slots_of_those_that_stay(all_images, options, tr
         return [replace(sample, label=labels[sample.label]) for sample in samples if sample.label in labels]
 
     fewer = replace(all_images, class_names=kept, train=select(all_images.train), test=select(all_images.test), val=[])
-    result = fit(fewer, replace(options, start_from=str(trained[0].best)), tmp_path / "run")
+    result = fit(fewer, replace(fitted_options, start_from=str(trained[0].best)), tmp_path / "run")
     network = checkpoint.load(result.best).network
     assert network.config.num_classes == 2
     assert result.val.accuracy > 0.8

@@ -61,8 +61,7 @@ def test_a_given_head_replaces_the_recipes_variant():
         {},
         {"head": "linear", "weights": "IMAGENET1K_V2", "backbone": "resnet50"},
         {"stride": 16, "keep_layers": True},
-        {"cws": False, "distance": "linf", "prototypes": 1, "workers": 3, "tf32": True, "seed": 9},
-        {"size": (224, 448), "augment": "none", "precision": "bf16", "dataset": "dtd"},
+        {"cws": False, "distance": "linf", "prototypes": 1, "size": (224, 448), "augment": "none", "dataset": "dtd"},
     ],
     ids=str,
 )
@@ -77,7 +76,6 @@ def test_what_is_saved_resolves_to_the_same_run(options, tmp_path):
     ("text", "message"),
     [
         ("epoch = 3\nlr = 'x'", "'epoch'.*lr = 'x'"),
-        ("epochs = true", "epochs = True"),
         ("size = [224]", "size"),
         ("head = 'dense'", "dense"),
         ("[training", "TOML"),
@@ -136,11 +134,9 @@ def test_the_cosine_falls_from_the_rate_to_zero_and_rises_first_after_a_fitted_h
     ("options", "message"),
     [
         ({"augment": "strong"}, "augment"),
-        ({"precision": "int8"}, "precision"),
         ({"adversarial": math.nan}, "adversarial"),
         ({"adversarial": 0.1, "pooling": "avg"}, "this head has none"),
         ({"lr": -1.0}, "at least 0"),
-        ({"seed": 1 << 64}, "seed"),
         ({"anchor_probability": 1.0}, "at most"),
     ],
     ids=str,

@@ -171,11 +171,10 @@ def test_departures_from_the_protocol_are_those_of_the_finished_runs(tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ["{", '{"test_accuracy": [1]}'])
-def test_a_damaged_summary_is_named(tmp_path, text):
+def test_a_damaged_summary_is_named(tmp_path):
     plan = make_plan("methods", ["cub"], [0], "paper", tmp_path)
     _finish(plan, "OPAL", {("cub", 0): {}})
-    (plan.runs[1].folder / "summary.json").write_text(text)
+    (plan.runs[1].folder / "summary.json").write_text("{")
     with pytest.raises(UsageError, match="summary"):
         tabulate(plan)
 

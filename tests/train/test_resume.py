@@ -118,10 +118,6 @@ def test_random_numbers_go_on_from_where_they_were(squares, tmp_path, options):
     torch.manual_seed(99)
     fit(fewer, options, tmp_path / "run", resume=True)
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
-    if options.schedule == "cosine":
-        # more epochs go on from the last one, at the rate that so many epochs have there
-        longer = fit(fewer, replace(options, epochs=3), tmp_path / "run", resume=True)
-        assert [record.epoch for record in longer.epochs] == [1, 2, 3]
 
 
 def test_resuming_a_finished_run_gives_its_result(squares, whole):
@@ -145,7 +141,6 @@ def test_another_run_is_refused_with_what_differs(squares, whole):
         (squares, {"lr": 2e-3}, r"lr was 0\.001 and is 0\.002"),
         (replace(squares, train=squares.train[1:]), {}, "the training images"),
         (squares, {"epochs": 1}, "2 epochs are done"),
-        (squares, {"overwrite": True}, "only one"),
     ):
         with pytest.raises(UsageError, match=message):
             fit(data, replace(OPTIONS, **options), whole, resume=True)
@@ -190,15 +185,10 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_can_be_resumed(squares, wh
     assert outcome(out) == outcome(whole)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [{"resume": 3}, {"random": []}, {"optimizer": {}}, {"progress": {"epoch": 1}}],
-    ids=str,
-)
+@pytest.mark.parametrize("damage", [{"random": []}, {"optimizer": {}}, {"progress": {"epoch": 1}}], ids=str)
 def test_a_damaged_state_is_one_line(squares, ended, damage):
     raw = torch.load(ended / "last.pt", weights_only=True)
-    is_top = "resume" in damage or "state_dict" in damage
-    torch.save({**raw, **(damage if is_top else {"resume": {**raw["resume"], **damage}})}, ended / "last.pt")
+    torch.save({**raw, "resume": {**raw["resume"], **damage}}, ended / "last.pt")
     with pytest.raises(UsageError, match="damaged"):
         fit(squares, OPTIONS, ended, resume=True)
 

@@ -24,21 +24,12 @@ def runs(squares, tmp_path_factory):
     return folder
 
 
-def continued(squares, runs, out, **changes):
-    options = replace(OPTIONS, start_from=str(runs / "edited.pt"), **changes)
-    return checkpoint.load(fit(squares, options, out).last)
-
-
-def changed_keys(first, second):
-    """Return the parts of the networks in which two checkpoints differ."""
-    a, b = first.network.state_dict(), second.network.state_dict()
-    return {key.partition(".")[0] for key in a if not torch.equal(a[key], b[key])}
-
-
 def test_all_layers_go_on_and_dropped_slots_stay_dropped(squares, runs, tmp_path, opal):
     edited = checkpoint.load(runs / "edited.pt")
-    result = continued(squares, runs, tmp_path / "run")
-    assert changed_keys(edited, result) == {"backbone", "head"}
+    options = replace(OPTIONS, start_from=str(runs / "edited.pt"))
+    result = checkpoint.load(fit(squares, options, tmp_path / "run").last)
+    before, after = edited.network.state_dict(), result.network.state_dict()
+    assert {key.partition(".")[0] for key in before if not torch.equal(before[key], after[key])} == {"backbone", "head"}
     assert result.network.config.head.dropped == (DROPPED,)
     assert result.edits == edited.edits
     shown = opal("inspect", tmp_path / "run" / "best.pt").stderr
