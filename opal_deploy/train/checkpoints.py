@@ -292,7 +292,7 @@ class RunWriter:
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Return the content of a run's own checkpoint; raise CheckpointError for a damaged file or one of another kind."""
     raw = load_torch_file(path)
-    if not isinstance(raw, dict) or not {"state_dict", "training", "metrics"} <= raw.keys():
+    if not isinstance(raw, dict) or not {"state_dict", "training", RESUME_KEY} <= raw.keys():
         raise CheckpointError(f"{path}: not a checkpoint of this trainer; {RESUME_ADVICE}")
     return raw
 
