@@ -203,7 +203,11 @@ class Batches:
         return [share for share in shares if share]
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return iter(self._loader)
+        try:
+            yield from self._loader
+        except UsageError as error:
+            # a worker process adds its traceback
+            raise UsageError(str(error).strip().rpartition("UsageError: ")[2]) from None
 
 
 class _LocalPlan:

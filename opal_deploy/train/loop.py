@@ -31,6 +31,7 @@ from opal_deploy.model.neighbours import MAX_IMAGES
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import checkpoints, head_fit, machine, out_of_fold
 from opal_deploy.train.checkpoints import RunWriter, TrainState
+from opal_deploy.train.cost import PASSES, describe_cost
 from opal_deploy.train.images import MEGABYTE, Batches, Loaders, normalize, prepare_images
 from opal_deploy.train.losses import NetworkTerms, Objective, make_objective, read_regions_channel
 from opal_deploy.train.network import (
@@ -57,8 +58,6 @@ from opal_deploy.train.run_directory import (
 
 # training images up to which a logistic regression takes no more than minutes
 _MAX_COMPARED = 10_000
-# a training step costs about three forward passes
-_PASSES = 3
 # reading a loss waits until the GPU has caught up, so losses are read every so many steps
 _GPU_STEPS_BETWEEN_READS = 10
 # share of a cosine schedule in which the learning rate rises after a fitted head: Adam's first steps are the largest
@@ -147,8 +146,12 @@ def _train(run: Run, run_dir: TrainRunDirectory, last: dict[str, Any] | None, *,
     run, options = replace(run, data=data), run.options
     network = build_network(options, data.class_names, run.start).to(fabric.device)
     fitted = None
-    if last is None and options.fits_head(new_classes=run.new_classes):
-        fitted = fit_frozen(run, network, loaders, background)
+    if last is None:
+        fits = options.fits_head(new_classes=run.new_classes)
+        if fabric.is_global_zero:
+            heads = int(fits) + (out_of_fold.count_folds(len(data.train)) if fits and loaders.val is None else 0)
+            run.log(describe_cost(run, network, loaders.train.images, heads))
+        fitted = fit_frozen(run, network, loaders, background) if fits else None
     # initial weights are the same in every process, random numbers drawn while training are not
     torch.manual_seed(options.seed + 1_000_003 * fabric.global_rank)
     trained, epochs = set_up(run, network), options.epochs or 0
@@ -251,7 +254,7 @@ def finish_head_fit(trained: Trained, fitted: Fitted, seconds: float, state: Tra
         if doubtful:
             run.log(f"the other folds contradict {doubtful} labels: look at the first rows of {path}")
     (speed,) = machine.sum_over_processes(run.fabric, fitted.images_per_second)
-    epochs, epoch_seconds = run.options.epochs or 0, (_PASSES * len(run.data.train) + len(run.data.val)) / speed
+    epochs, epoch_seconds = run.options.epochs or 0, (PASSES * len(run.data.train) + len(run.data.val)) / speed
     if run.options.minutes is not None:
         # of all processes, since their clocks differ
         planned = min(machine.gather(run.fabric, max(0, int((60 * run.options.minutes - seconds) / epoch_seconds))))

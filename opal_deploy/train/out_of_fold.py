@@ -72,6 +72,11 @@ class OutOfFold:
     whole: tuple[NDArray[np.int64], Outputs] | None = None
 
 
+def count_folds(images: int) -> int:
+    """Return how many of the folds are answered."""
+    return min(FOLDS, math.ceil(ENOUGH_ANSWERS * FOLDS / images))
+
+
 def assign_folds(pooled: Tensor, labels: Tensor, seed: int) -> NDArray[np.int64]:
     """Return the fold of each image, 0 ... 4, with all classes in each as far as there are images.
 
@@ -120,7 +125,7 @@ def answer_out_of_fold(run: Run, network: OpalNetwork, frozen: FrozenFeatures, b
     folds = torch.from_numpy(fold_of_position)[frozen.positions]  # of each row
     plain_features = find_plain_features(run, network, frozen)
     parts: list[tuple[Tensor, Outputs, NDArray[np.bool_]]] = []
-    answered = np.unique(first)[: math.ceil(ENOUGH_ANSWERS * FOLDS / images)]
+    answered = np.unique(first)[: count_folds(images)]
     for number, fold in enumerate(answered.tolist(), 1):
         others, rows = torch.nonzero(folds != fold)[:, 0], torch.nonzero(folds[:images] == fold)[:, 0]
         head = new_head(network, frozen, options.seed)

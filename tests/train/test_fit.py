@@ -43,7 +43,8 @@ def test_files_of_a_run_are_plain_values(run):
     assert (out / "metrics.csv").read_text().startswith("epoch,train_loss,train_accuracy,val_loss,val_accuracy,")
     assert read_epochs(out) == result.epochs
     assert [record.epoch for record in result.epochs] == [1, 2]
-    start, *epochs = lines
+    cost, start, *epochs = lines
+    assert cost.startswith("24 training, 6 validation, 9 test images; 2 epochs of about 1 s each, ")
     assert start.endswith("2 prototypes per class: 2 epochs in batches of 8, learning rate 0.001")
     assert [line.split(":")[0] for line in epochs] == ["epoch 1/2", "epoch 2/2"]
     assert 60 in steps  # 24 training and 6 validation images, twice
