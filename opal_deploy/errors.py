@@ -127,11 +127,12 @@ def require(package: str, extra: str, purpose: str, *, pip_name: str | None = No
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a package can be imported, without importing it."""
+    """Return whether a package is installed, without importing it; an empty folder left behind does not count."""
     try:
-        return importlib.util.find_spec(package) is not None
+        spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):
         return False
+    return spec is not None and spec.origin is not None
 
 
 def first_line(error: Exception) -> str:

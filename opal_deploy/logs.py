@@ -137,16 +137,13 @@ class ProgressLines:
         seconds, counted = now - self._since[0], done - self._since[1]
         # the rate is that since the last line
         self._since = now, done
-        parts = [self._describe_count(done)]
+        parts = [f"{done:,} of {self._total:,} ({done / self._total:.0%})" if self._total else f"{done:,}"]
         if seconds and counted:
             parts.append(_format_rate(counted / seconds))
             if self._total is not None:
                 left = max(self._total - done, 0) * seconds / counted
                 parts.append(f"{datetime.timedelta(seconds=round(left))} left")
         print_message(one_line(f"{self._title}: {', '.join(parts)}{f'; {note}' if note else ''}"))
-
-    def _describe_count(self, done: int) -> str:
-        return f"{done:,}" if not self._total else f"{done:,} of {self._total:,} ({done / self._total:.0%})"
 
 
 def _format_rate(rate: float) -> str:

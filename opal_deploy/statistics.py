@@ -23,8 +23,6 @@ def clopper_pearson_bound(cases: int, trials: int, confidence: float = CONFIDENC
 
     Whatever the true rate, the bound exceeds it in at least `confidence` of all samples of independent trials.
     """
-    if not 0 <= cases <= trials or not 0.0 < confidence < 1.0:
-        raise ValueError(f"{cases} cases in {trials} trials at confidence {confidence}")
     k = np.arange(cases + 1)
     # logarithms of the binomial coefficients
     ways = np.concatenate([[0.0], np.cumsum(np.log((trials - k[1:] + 1) / k[1:]))])

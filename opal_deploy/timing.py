@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from time import perf_counter as _wall_seconds
 from time import thread_time as _cpu_seconds
 from typing import Any, Literal, get_args
@@ -44,9 +44,7 @@ class StageTime:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values under the keys of summary.json."""
-        return {
-            "role": self.role, "stage": self.stage, "wall": self.wall, "cpu": self.cpu, "calls": self.calls
-        }  # fmt: skip
+        return asdict(self)
 
 
 @dataclass(frozen=True)

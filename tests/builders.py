@@ -2,6 +2,7 @@
 
 import base64
 import io
+import os
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,16 @@ def build_checkpoint(backbone="tiny", head=None, size=(64, 96), num_classes=4, *
         _sharpen(network)
     source = {"file": f"c{seed}.pt", "sha256": f"{seed:064x}", "format": "opal-deploy"}
     return Checkpoint(network.eval(), CLASS_NAMES[:num_classes], source=source)
+
+
+class Payload:
+    """An object whose unpickling makes a folder."""
+
+    def __init__(self, proof):
+        self.proof = proof
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.proof),)
 
 
 def build_random_network(num_classes, head, size=(96, 96), *, images=32, **config):

@@ -17,9 +17,6 @@ def test_the_bound_is_the_beta_quantile(trials, confidence):
         expected = beta.ppf(confidence, cases + 1, trials - cases)
         assert clopper_pearson_bound(cases, trials, confidence) == pytest.approx(expected, rel=1e-9)
         assert share_bounds(trials - cases, trials, confidence)[0] == pytest.approx(1 - expected)
-    for wrong in ((trials + 1, confidence), (-1, confidence), (1, 1.0), (1, 0.0)):
-        with pytest.raises(ValueError, match="cases in"):
-            clopper_pearson_bound(wrong[0], trials, wrong[1])
 
 
 def test_five_images_by_hand():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any
 
 import numpy as np
@@ -225,26 +225,14 @@ class Baseline:
 
         The slots are lists by attribute, with their channels first, so that the keys are not repeated for each.
         """
-        columns = {name: [getattr(slot, name) for slot in self.slots.values()] for name in _SLOT_FIELDS}
-        return {
-            "images": self.images,
-            "split": self.split,
-            "stride": self.stride,
-            "classes": list(self.classes),
-            "quantiles": {name: list(values) for name, values in self.quantiles.items()},
-            "slots": {"channel": list(self.slots), **columns},
-            "pooled": None if self.pooled is None else {name: getattr(self.pooled, name) for name in _SLOT_FIELDS},
-            "ood_score": list(self.ood_score),
-            "background": self.background,
-        }
+        document = asdict(self)
+        slots = document["slots"]
+        columns = {name: [slot[name] for slot in slots.values()] for name in _SLOT_FIELDS}
+        return {**document, "slots": {"channel": list(slots), **columns}}
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> Baseline | None:
-        """Return the baseline that `to_dict` wrote; None for an empty dictionary.
-
-        Raises:
-            ArtifactError: the dictionary is not one of `to_dict`.
-        """
+        """Return the baseline that `to_dict` wrote, None for an empty dictionary; ArtifactError for any other."""
         if not raw:
             return None
         try:

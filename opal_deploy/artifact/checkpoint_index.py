@@ -41,14 +41,10 @@ def read_index(path: Path) -> dict[str, Any]:
                 raise ArtifactError(f"{path}: not a PyTorch checkpoint; expected what torch.save writes")
             with archive.open(name) as stream:
                 document = _Unpickler(stream).load()
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
-        raise ArtifactError(
-            f"{path}: not a readable PyTorch checkpoint ({error}); expected the zip format of torch.save"
-        ) from None
     except ArtifactError:
         raise
     except Exception as error:  # damaged bytes make zipfile and pickle fail in any way
-        raise ArtifactError(f"{path}: refused or damaged ({error}); save only its state_dict") from None
+        raise ArtifactError(f"{path}: not what torch.save writes, or refused ({error}); save its state_dict") from None
     if not isinstance(document, dict):
         raise ArtifactError(f"{path}: expected a dictionary, found {type(document).__name__}")
     return document
@@ -62,23 +58,21 @@ def _rebuild_tensor(storage: Any, offset: int, size: tuple[int, ...], *_: Any) -
     return TensorInfo(tuple(int(s) for s in size))
 
 
-def _rebuild_parameter(data: TensorInfo, *_: Any) -> TensorInfo:
-    return data
+_ALLOWED: dict[str, Any] = {
+    "collections.OrderedDict": OrderedDict,
+    "torch.Size": tuple,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
+}
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _rebuild_tensor
-        if (module, name) == ("torch._utils", "_rebuild_parameter"):
-            return _rebuild_parameter
-        if (module, name) == ("torch", "Size"):
-            return tuple
         if module == "torch" and name.endswith("Storage"):
             return _Storage
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
+        if (allowed := _ALLOWED.get(f"{module}.{name}")) is None:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return allowed
 
     def persistent_load(self, pid: Any) -> None:
         """Load no storage."""

@@ -165,10 +165,6 @@ class ClassMap:
         channels: LongArray = self.channel_table[class_id, self.kept[class_id]]
         return channels
 
-    def channel_of(self, class_id: int, slot: int) -> int:
-        """Return the channel of a class's slot."""
-        return int(self.channel_table[class_id, slot])
-
     def slot_of(self, class_id: int, channel: int) -> int:
         """Return the number of a channel among a class's slots."""
         start, stop = self.offsets[class_id : class_id + 2]

@@ -69,13 +69,8 @@ class Head(Struct):
     activation: Literal["softmax", "sigmoid", "none"] = "none"
 
     def __post_init__(self) -> None:
-        needed = {
-            "opal": ("distance", "epsilon"),
-            "distance": ("similarity", "epsilon"),
-            "softmax": (),
-            "additive": ("biases",),
-        }[self.kind]
-        if missing := [name for name in needed if getattr(self, name) is None]:
+        needed = {"opal": ("distance", "epsilon"), "distance": ("similarity", "epsilon"), "additive": ("biases",)}
+        if missing := [name for name in needed.get(self.kind, ()) if getattr(self, name) is None]:
             raise ValueError(f"Object missing required field `{missing[0]}`")
 
 
@@ -244,11 +239,7 @@ def pack_array(array: NDArray[Any]) -> dict[str, Any]:
 
 
 def unpack_array(document: Mapping[str, Any]) -> NDArray[Any]:
-    """Return the array of a document.
-
-    Raises:
-        KeyError, TypeError, ValueError, zlib.error: the document is not what `pack_array` wrote.
-    """
+    """Return the array of `pack_array`; KeyError, TypeError, ValueError or zlib.error for any other document."""
     # most readers of documents do without numpy, which is slow to import
     import numpy as np
 

@@ -23,22 +23,16 @@ def write_slot(slot: SlotName) -> str:
 
 
 def parse_slots(slots: Iterable[SlotName], metadata: Metadata, option: str) -> list[int]:
-    """Return the channels of slots.
-
-    Raises:
-        UsageError: no such class or slot, or one is given twice; the message begins with `option`.
-    """
+    """Return the channels of slots; UsageError, which begins with `option`, if one does not exist or is given twice."""
     channels: list[int] = []
     for text in map(write_slot, slots):
         label, slash, number = text.rpartition("/")
         origin = f"{option} {text[:_SHOWN]!r}"
         if not slash and _is_index(number, metadata.num_prototypes):
-            _append(channels, int(number), origin)
+            channels.append(int(number))
             continue
         if not metadata.is_opal:
-            raise UsageError(
-                f"{origin}: classes share prototypes; give a prototype's number, 0 to {metadata.num_prototypes - 1}"
-            )
+            raise UsageError(f"{origin}: give a shared prototype's number, 0 to {metadata.num_prototypes - 1}")
         if not slash:
             raise UsageError(f"{origin}: expected CLASS/SLOT, such as {metadata.class_names[0]}/0")
         if label not in metadata.class_names:
@@ -49,18 +43,14 @@ def parse_slots(slots: Iterable[SlotName], metadata: Metadata, option: str) -> l
             raise UsageError(f"{origin}: {label} has no slot {number[:_SHOWN]!r}; expected 0 to {size - 1}")
         if metadata.class_names.count(label) > 1:
             raise UsageError(f"{origin}: several classes have that name; give the slot's channel")
-        _append(channels, metadata.class_map.channel_of(class_id, int(number)), origin)
+        channels.append(int(metadata.class_map.channel_table[class_id, int(number)]))
+    if len(set(channels)) < len(channels):
+        raise UsageError(f"{option}: a slot is given twice")
     return channels
 
 
 def _is_index(text: str, size: int) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 10 and int(text) < size
-
-
-def _append(channels: list[int], channel: int, origin: str) -> None:
-    if channel in channels:
-        raise UsageError(f"{origin}: given twice")
-    channels.append(channel)
 
 
 def name_slot(channel: int, metadata: Metadata) -> str:
@@ -82,6 +72,4 @@ def check_drops(drop: Sequence[int], metadata: Metadata) -> None:
     silenced = metadata.class_map.drop(drop).silenced
     if silenced.any():
         label = metadata.class_names[int(silenced.argmax())]
-        raise UsageError(
-            f"{label} would have no slot left and could never be answered; keep one, or train without the class"
-        )
+        raise UsageError(f"{label} would have no slot left; keep one, or train without the class")

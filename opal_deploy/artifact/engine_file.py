@@ -27,10 +27,6 @@ SIDECAR_SCHEMA = 1
 UNVERIFIED = "unverified"
 VERIFIED = "verified"
 
-# keys of every sidecar of schema 1; a key that was added since is optional
-_REQUIRED = frozenset({
-    "schema", "engine", "builder", "target", "options", "onnx", "key", "built", "state", "metadata"
-})  # fmt: skip
 # the parts of a sidecar's fields that its readers rely on
 _PARTS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "engine": {"file": str, "sha256": str, "bytes": int},
@@ -124,11 +120,9 @@ def read_sidecar(engine: Path) -> Sidecar:
             f"{path}: sidecar schema {document.get('schema')!r} found, {SIDECAR_SCHEMA} expected; use the opal-deploy "
             "version that wrote it, or rebuild the engine: opal-deploy export MODEL.onnx --trt --rebuild"
         )
-    if missing := sorted(_REQUIRED - document.keys()):
-        raise _damaged(path, f"it lacks {', '.join(missing)}")
     if wrong := _find_wrong_parts(document):
         raise _damaged(path, f"of wrong type or missing: {', '.join(wrong)}")
-    metadata = Metadata.from_json(json.dumps(document["metadata"]), str(path))
+    metadata = Metadata.from_json(json.dumps(document.get("metadata")), str(path))
     known = {f.name for f in fields(Sidecar)} - {"unknown"}
     unknown = {name: value for name, value in document.items() if name not in known}
     values = {name: value for name, value in document.items() if name in known}
@@ -175,10 +169,7 @@ def _read_document(engine: Path) -> dict[str, Any]:
     try:
         document = read_json(path)
     except FileNotFoundError:
-        raise ArtifactError(
-            f"{engine}: its sidecar {path.name} is missing, which describes the engine; copy both "
-            "files, or build it again with: opal-deploy export MODEL.onnx --trt"
-        ) from None
+        raise ArtifactError(f"{engine}: its sidecar {path.name} is missing; copy both, or build it again") from None
     except (OSError, ValueError) as error:
         raise _damaged(path, f"it cannot be read as JSON: {' '.join(str(error).split())}") from None
     if not isinstance(document, dict):
@@ -194,11 +185,12 @@ def _read_document(engine: Path) -> dict[str, Any]:
 
 
 def _find_wrong_parts(document: dict[str, Any]) -> list[str]:
-    wrong = [
+    wrong = [] if isinstance(document.get("key"), str) else ["key"]
+    wrong += [
         f"{name}.{part}"
         for name, parts in _PARTS.items()
         for part, kind in parts.items()
-        if not isinstance(document[name], dict) or not isinstance(document[name].get(part), kind)
+        if not isinstance(document.get(name), dict) or not isinstance(document[name].get(part), kind)
     ]
     if wrong:
         return wrong

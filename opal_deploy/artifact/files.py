@@ -150,11 +150,7 @@ def compute_sha256(path: Path) -> str:
 
 
 def check_sha256(path: Path, expected: str) -> str:
-    """Return a file's sha256 after comparing it with an expected one.
-
-    Raises:
-        ArtifactError: the file has another sha256, or cannot be read.
-    """
+    """Return a file's sha256; ArtifactError if it is not the expected one, or the file cannot be read."""
     try:
         digest = compute_sha256(path)
     except OSError as error:

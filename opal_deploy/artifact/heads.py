@@ -71,13 +71,8 @@ def drop_scores(scores: NDArray[np.float32], metadata: Metadata) -> NDArray[np.f
 
 
 def drop_slots(outputs: Outputs, metadata: Metadata) -> Outputs:
-    """Return the outputs of the model with the slots of `metadata`, from its parent's outputs.
-
-    Raises:
-        ValueError: the parent has no scores.
-    """
-    if outputs.scores is None:
-        raise ValueError("a model without scores has no slots to drop")
+    """Return the outputs of the model with the slots of `metadata`, from its parent's outputs, which have scores."""
+    assert outputs.scores is not None
     logits = compute_logits(outputs.scores, metadata.class_map, metadata).astype(np.float32)
     return replace(outputs, logits=logits, scores=drop_scores(outputs.scores, metadata))
 

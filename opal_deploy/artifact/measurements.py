@@ -98,11 +98,7 @@ class Calibration:
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> Calibration | None:
-        """Return the calibration that `to_dict` wrote; None for an empty dictionary.
-
-        Raises:
-            ArtifactError: the dictionary is not one of `to_dict`, or its method is unknown.
-        """
+        """Return the calibration that `to_dict` wrote, None for an empty dictionary; ArtifactError for any other."""
         return check_document(raw, Calibration, "calibration") if raw else None
 
     def describe(self) -> str:
@@ -173,11 +169,7 @@ class ReceptiveField:
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> ReceptiveField | None:
-        """Return the receptive fields that `to_dict` wrote; None for an empty dictionary.
-
-        Raises:
-            ArtifactError: the dictionary is not one of `to_dict`.
-        """
+        """Return the fields that `to_dict` wrote, None for an empty dictionary; ArtifactError for any other."""
         return check_document(raw, ReceptiveField, "receptive_field") if raw else None
 
     def describe(self, input_size: tuple[int, int]) -> list[str]:

@@ -175,9 +175,7 @@ class Metadata:
     @property
     def num_prototypes(self) -> int:
         """The number of prototypes, K = C * m, or P of a linear head."""
-        if self.is_opal:
-            return self.num_classes * self.prototypes_per_class
-        if self.head_kind == "additive":
+        if self.head_kind in ("opal", "additive"):
             return self.num_classes * self.prototypes_per_class
         return int(self.class_weights["weights"]["shape"][1])
 
@@ -216,11 +214,7 @@ class Metadata:
 
     @cached_property
     def class_map(self) -> ClassMap:
-        """The map from classes to prototypes.
-
-        Raises:
-            ArtifactError: a linear head's weights are damaged.
-        """
+        """The map from classes to prototypes; ArtifactError if a linear head's weights are damaged."""
         # needs numpy, which the command line does without
         from opal_deploy.artifact.class_map import ClassMap
 
@@ -336,20 +330,13 @@ class Metadata:
 
     @cached_property
     def known_baseline(self) -> Baseline | None:
-        """The baseline of the answers to validation images; None where none was measured.
-
-        Raises:
-            ArtifactError: it is damaged, or of a model of another stride or number of classes.
-        """
+        """The answers to validation images, None if not measured; ArtifactError for a damaged or another model's."""
         # needs numpy, which the command line does without
         from opal_deploy.artifact.baseline import Baseline
 
         baseline = Baseline.from_dict(self.baseline)
         if baseline and (baseline.stride, len(baseline.classes)) != (self.stride, self.num_classes):
-            raise ArtifactError(
-                f"its baseline is of stride {baseline.stride} and {len(baseline.classes)} classes, the model of "
-                f"{self.stride} and {self.num_classes}; measure it again with `opal-deploy evaluate --record`"
-            )
+            raise ArtifactError("its baseline is another model's; measure it with `opal-deploy evaluate --record`")
         return baseline
 
     @property
@@ -389,10 +376,7 @@ class Metadata:
         if not isinstance(raw, dict):
             raise ArtifactError(f"{origin}: its opal metadata is not a JSON object; export it again")
         if raw.get("schema") not in (SCHEMA, LINEAR_SCHEMA):
-            raise ArtifactError(
-                f"{origin}: metadata schema {raw.get('schema')!r} found, {SCHEMA} or {LINEAR_SCHEMA} expected; "
-                "use the opal-deploy version that wrote it, or export again"
-            )
+            raise ArtifactError(f"{origin}: metadata schema {raw.get('schema')!r}, expected 1 or 2; export it again")
         if missing := sorted(_REQUIRED - raw.keys()):
             raise ArtifactError(f"{origin}: metadata lacks {', '.join(missing)}; export it again")
         known = {f.name for f in fields(Metadata)} - {"unknown"}
@@ -437,9 +421,7 @@ class Metadata:
         if any(cells > pixels for cells, pixels in zip(self.grid, self.input_size, strict=True)):
             raise ArtifactError(f"grid {self.grid} has more cells than input_size {self.input_size} has pixels")
         if any(channel >= self.num_prototypes for channel in self.dropped):
-            raise ArtifactError(
-                f"dropped {SHORT.repr(self.dropped)} is not a list of its {self.num_prototypes} channels"
-            )
+            raise ArtifactError(f"dropped {SHORT.repr(self.dropped)} is not of its {self.num_prototypes} channels")
         if self.dropped and self.class_map.silenced.any():
             raise ArtifactError("a class has no slot left")
 
@@ -458,6 +440,4 @@ def check_all_outputs(metadata: Metadata, model: str, use: str) -> None:
 def check_fixed_size(metadata: Metadata, model: str, use: str) -> None:
     """Raise UsageError for a model that takes images of any size, which `use` cannot run."""
     if metadata.input_kind == "image":
-        raise UsageError(
-            f"{model}: it takes images of any size, and {use} those of one; export the checkpoint without --input image"
-        )
+        raise UsageError(f"{model}: takes images of any size, {use} of one; export it without --input image")

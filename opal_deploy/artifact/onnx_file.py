@@ -46,11 +46,7 @@ class OnnxHeader:
 
 
 def read_header(path: Path) -> OnnxHeader:
-    """Return an ONNX file's outermost fields; the graph is skipped.
-
-    Raises:
-        ArtifactError: the file is missing, cannot be read, or is not an ONNX model.
-    """
+    """Return an ONNX file's outermost fields, without its graph; ArtifactError for a missing or any other file."""
     with _map_file(path) as data:
         ir_version, opset, properties, graphs, external = 0, 0, {}, 0, False
         try:
@@ -68,30 +64,20 @@ def read_header(path: Path) -> OnnxHeader:
                     entry = {n: data[v].decode() for n, v in _fields(data, value.start, value.stop) if type(v) is slice}
                     properties[entry.get(_KEY, "")] = entry.get(_VALUE, "")
         except (ValueError, IndexError) as error:
-            raise ArtifactError(
-                f"{path}: not an ONNX file, or a damaged one ({error}); export or copy it again"
-            ) from None
+            raise ArtifactError(f"{path}: not an ONNX file, or damaged ({error}); export or copy it again") from None
     if not graphs or not ir_version:
         raise ArtifactError(f"{path}: not an ONNX file; expected a model that `opal-deploy export` wrote")
     return OnnxHeader(ir_version, opset, properties, external)
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Return the opal metadata of an ONNX file.
-
-    Raises:
-        ArtifactError: the file is missing, not an exported ONNX file, or damaged.
-    """
+    """Return the opal metadata of an ONNX file; ArtifactError if it is missing, damaged or not an exported file."""
     header = read_header(path)
     properties = header.properties
     if header.external:
-        raise ArtifactError(
-            f"{path}: weights lie in other files, which no digest covers; save it as one file, or export it again"
-        )
+        raise ArtifactError(f"{path}: weights lie in other files, which no digest covers; save it as one file")
     if METADATA_KEY not in properties:
-        raise ArtifactError(
-            f"{path}: an ONNX file without opal metadata; only files that `opal-deploy export` wrote can be explained"
-        )
+        raise ArtifactError(f"{path}: has no opal metadata; expected a file that `opal-deploy export` wrote")
     return Metadata.from_json(properties[METADATA_KEY], str(path))
 
 
@@ -107,11 +93,7 @@ def check_digest(path: Path, metadata: Metadata) -> None:
 
 
 def write_model(model: ModelProto, metadata: Metadata, path: Path) -> None:
-    """Write an ONNX graph with our metadata as its only property; its digest stays blank until `embed_digest`.
-
-    Raises:
-        ArtifactError: the file would be over ONNX's 2 GB.
-    """
+    """Write an ONNX graph with our metadata, the digest blank until `embed_digest`; ArtifactError above ONNX's 2 GB."""
     del model.metadata_props[:]
     entry = model.metadata_props.add()
     entry.key, entry.value = METADATA_KEY, metadata.to_json()
@@ -119,9 +101,7 @@ def write_model(model: ModelProto, metadata: Metadata, path: Path) -> None:
     try:
         path.write_bytes(model.SerializeToString())
     except ValueError as error:  # protobuf's limit
-        raise ArtifactError(
-            f"the model is over ONNX's 2 GB ({error}); use a smaller backbone or fewer classes"
-        ) from None
+        raise ArtifactError(f"the model is over ONNX's 2 GB ({error}); use a smaller backbone") from None
 
 
 def rewrite_metadata(path: Path, metadata: Metadata) -> str:

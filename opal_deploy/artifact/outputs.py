@@ -85,8 +85,7 @@ class Outputs:
     )
     scores: FloatArray | None = field(default=None, metadata={"spec": OutputSpec(lambda m: (m.num_prototypes,))})
     attention: FloatArray | None = field(
-        default=None,
-        metadata={"spec": OutputSpec(lambda m: (m.num_prototypes, *m.grid), in_test_vectors=False)},
+        default=None, metadata={"spec": OutputSpec(lambda m: (m.num_prototypes, *m.grid), in_test_vectors=False)}
     )
     top: TopOutputs | None = None
     ood_score: FloatArray | None = field(
@@ -98,8 +97,7 @@ class Outputs:
         default=None, metadata={"spec": OutputSpec(lambda m: (min(2, m.num_classes),), np.int32, in_test_vectors=False)}
     )
     shares: FloatArray | None = field(
-        default=None,
-        metadata={"spec": OutputSpec(lambda m: (min(2, m.num_classes), *m.grid), in_test_vectors=False)},
+        default=None, metadata={"spec": OutputSpec(lambda m: (min(2, m.num_classes), *m.grid), in_test_vectors=False)}
     )
 
     @staticmethod
@@ -212,9 +210,7 @@ def check_tensors(metadata: Metadata, actual: Mapping[str, tuple[tuple[Any, ...]
         for name, (shape, dtype) in expected.items()
     )
     if not fits:
-        raise ArtifactError(
-            f"its tensors are {_format_specs(actual)}, and its metadata promises {_format_specs(expected)}"
-        )
+        raise ArtifactError(f"its tensors are {_format_specs(actual)}; its metadata promises {_format_specs(expected)}")
 
 
 def _format_specs(specs: Mapping[str, tuple[tuple[Any, ...], np.dtype[Any]]]) -> str:

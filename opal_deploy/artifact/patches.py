@@ -105,9 +105,5 @@ class Patches:
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> Patches | None:
-        """Return the patches that `to_dict` wrote; None for an empty dictionary.
-
-        Raises:
-            ArtifactError: the dictionary is not one of `to_dict`.
-        """
+        """Return the patches that `to_dict` wrote, None for an empty dictionary; ArtifactError for any other."""
         return check_document(raw, Patches, "patches") if raw else None

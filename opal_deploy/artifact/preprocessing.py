@@ -21,7 +21,6 @@ from opal_deploy.errors import UsageError
 
 Kind = Literal["squash", "shortest_edge"]
 Filter = Literal["bilinear", "bicubic"]
-SQUASH = "squash-bilinear"
 _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _PLAIN, _HALF = ((0.0,) * 3, (1.0,) * 3), ((0.5,) * 3, (0.5,) * 3)
 # Pillow's numbers of filters in Hugging Face's files
@@ -122,9 +121,7 @@ def read_preprocessing(name: str) -> Preprocessing:
         raw = json.loads(path.read_text("utf-8"))
         return from_config(raw.get("pretrained_cfg", raw))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UsageError(
-            f"--preprocess {name}: not timm's config.json or Hugging Face's preprocessor_config.json ({error})"
-        ) from None
+        raise UsageError(f"--preprocess {name}: not a file of timm or Hugging Face ({error})") from None
 
 
 def from_config(raw: dict[str, Any]) -> Preprocessing:

@@ -62,9 +62,21 @@ class Reference:
         )
 
 
+def find_top2_margin(cells: NDArray[Any]) -> FloatArray:
+    """Return (best - second) / |best| over the cells of maps [N, K, H * W]: float32 [N, K]; infinite for one cell."""
+    if cells.shape[2] < 2:
+        return np.full(cells.shape[:2], np.inf, np.float32)
+    best = np.partition(cells, (-2, -1), axis=2)[..., -2:]  # [N, K, 2]
+    margin: NDArray[Any] = (best[..., 1] - best[..., 0]) / np.maximum(np.abs(best[..., 1]), 1e-30)
+    return margin.astype(np.float32)
+
+
 def pack(reference: Reference) -> dict[str, Any]:
     """Return a reference as the JSON document that the metadata's `test_vectors` holds."""
-    arrays = {name: getattr(reference.outputs, name) for name in _STORED} | {_MARGIN: reference.top2_margin}
+    arrays = {name: getattr(reference.outputs, name) for name in _STORED}
+    if reference.top2_margin is not None:
+        # half precision is enough to tell which cells are tied
+        arrays[_MARGIN] = reference.top2_margin.astype(np.float16)
     return {
         "images": [_encode_png(image) for image in reference.images],
         **{name: pack_array(array) for name, array in arrays.items() if array is not None},
@@ -72,11 +84,7 @@ def pack(reference: Reference) -> dict[str, Any]:
 
 
 def unpack(document: dict[str, Any], origin: str) -> Reference:
-    """Return the reference that `pack` turned into a document.
-
-    Raises:
-        ArtifactError: the document has no test vectors, or damaged ones; the message begins with `origin`.
-    """
+    """Return the reference that `pack` made a document of; for any other, ArtifactError that begins with `origin`."""
     if not document.get("images"):
         raise ArtifactError(f"{origin}: it has no test vectors; export it again")
     try:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from typing import Any
 from opal_deploy.artifact.engine_file import BatchRange
 from opal_deploy.errors import ArtifactError, MissingExtra, UsageError, install_command
 from opal_deploy.export.options import EngineOptions
+from opal_deploy.logs import Progress, no_progress
 from opal_deploy.runtime.devices import Driver, Gpu
 from opal_deploy.runtime.tensorrt import (
     AHEAD_OF_TIME,
@@ -40,9 +40,6 @@ from opal_deploy.runtime.tensorrt import (
     parse_target,
     sm_name,
 )
-
-# receives (phase, steps done, all steps); raising KeyboardInterrupt ends the build
-OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -79,10 +76,7 @@ def choose_engine_targets(
         return [_ahead_of_time(sm, gpu, present) for sm in chosen or [present or DEFAULT_TARGET]]
     if gpu is None or elsewhere:
         where = f"{gpu.name} ({present})" if gpu else driver.problem or "none is here"
-        raise UsageError(
-            f"--builder tensorrt: builds only for the GPU present, {where}; run this command on the target, or use "
-            "--builder tensorrt-rtx"
-        )
+        raise UsageError(f"--builder tensorrt builds for the GPU present, {where}; run it there, or use tensorrt-rtx")
     return [EngineTarget(TENSORRT, str(present), gpu, f"{TITLES[TENSORRT]} and {gpu.name} are present")]
 
 
@@ -99,23 +93,11 @@ def _ahead_of_time(sm: str, gpu: Gpu | None, present: str | None) -> EngineTarge
     return EngineTarget(TENSORRT_RTX, sm, None, f"ahead of time: {why}")
 
 
-@dataclass(frozen=True)
-class SerializedEngine:
-    """A serialized engine, and the seconds that its build took."""
-
-    content: bytes
-    seconds: float
-
-
 class Network:
     """An ONNX graph in TensorRT, parsed by the bindings `library`, ready to be built."""
 
     def __init__(self, library: Bindings, model: bytes, name: str) -> None:
-        """Parse a graph from the bytes of an ONNX file.
-
-        Raises:
-            ArtifactError: the parser refuses the graph; the message names the file and the first node that it refuses.
-        """
+        """Parse a graph from the bytes of an ONNX file; ArtifactError names the first node that the parser refuses."""
         self.library = library
         self.logger = make_logger(library.module)
         self._builder = library.module.Builder(self.logger)
@@ -133,19 +115,16 @@ class Network:
             profile.set_shape(tensor.name, (batch.min, *rest), (batch.opt, *rest), (batch.max, *rest))
         return profile
 
-    def build(
-        self, target: EngineTarget, options: EngineOptions, on_progress: OnProgress = lambda *_: None
-    ) -> SerializedEngine:
-        """Build for one GPU.
+    def build(self, target: EngineTarget, options: EngineOptions, progress: Progress = no_progress) -> bytes:
+        """Build for one GPU, and return the serialized engine.
 
         Raises:
             UsageError: the builder fails.
-            KeyboardInterrupt: Ctrl-C, or `on_progress` raised it.
+            KeyboardInterrupt: Ctrl-C, or `progress` raised it.
         """
         config = self._configure(target, options)
-        monitor = _make_monitor(self.library.module, on_progress)
+        monitor = _make_monitor(self.library.module, progress)
         config.progress_monitor = monitor
-        started = time.monotonic()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             with _interrupt_through(monitor):
@@ -153,11 +132,8 @@ class Network:
         if monitor.interrupted:
             raise KeyboardInterrupt
         if engine is None:
-            raise UsageError(
-                f"{self.library.title} could not build the engine for {target.sm}: {first_error(self.logger)}; see "
-                "`opal-deploy doctor`, or use the ONNX file in ONNX Runtime"
-            )
-        return SerializedEngine(bytes(memoryview(engine)), time.monotonic() - started)
+            raise UsageError(f"{self.library.title} could not build for {target.sm}: {first_error(self.logger)}")
+        return bytes(memoryview(engine))
 
     def _configure(self, target: EngineTarget, options: EngineOptions) -> Any:
         trt, config = self.library.module, self._builder.create_builder_config()
@@ -194,7 +170,7 @@ def _interrupt_through(monitor: Any) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _make_monitor(trt: Any, on_progress: OnProgress) -> Any:
+def _make_monitor(trt: Any, progress: Progress) -> Any:
     """Return TensorRT's progress monitor, which reports the innermost phase and ends the build on Ctrl-C."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
@@ -212,7 +188,7 @@ def _make_monitor(trt: Any, on_progress: OnProgress) -> Any:
         def step_complete(self, phase: str, step: int) -> bool:
             # called from native code: nothing may be raised through it
             try:
-                on_progress(phase, step + 1, self.steps.get(phase, 0))
+                progress(step + 1, self.steps.get(phase, 0), phase)
             except KeyboardInterrupt:
                 self.interrupted = True
             except Exception:

@@ -85,14 +85,12 @@ def convert_precision(candidate: ExportCandidate, precision: Precision, options:
 
     Raises:
         ArtifactError: a weight is beyond the precision's range.
-        ValueError: int8 of a candidate without calibration images.
     """
     if precision == "fp32":
         return candidate
     metadata = replace(candidate.metadata, precision=precision)
     if precision == "int8":
-        if candidate.calibration is None:
-            raise ValueError("int8 needs a candidate with calibration images")
+        assert candidate.calibration is not None  # made with the candidate, for its precisions
         described = candidate.calibration.description
         options.log(f"Calibrating int8 on {described}")
         activations = options.int8_activations

@@ -32,6 +32,7 @@ from opal_deploy.artifact.preprocessing import PRESETS, Preprocessing, ResizeRul
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError, first_line, require
 from opal_deploy.export.classifier_tail import Tail, add_shares, check_graph, find_tail, set_input
+from opal_deploy.export.graph_edit import with_outputs
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.plan import ExportedOnnx, ExportResult
 from opal_deploy.preprocess.resize import normalise
@@ -59,28 +60,28 @@ class _Input(NamedTuple):
 
 
 def export_classifier(
-    path: Path, options: ExportOptions, name: str = "", known: dict[str, Any] | None = None
+    path: Path, options: ExportOptions, name: str = "", preprocessing: Preprocessing | None = None
 ) -> ExportResult:
     """Write a classifier's ONNX file with the shares of its cells; see `opal-deploy export`.
 
     Args:
         name: of the source, where `path` is only its ONNX file.
-        known: `class_names` and `preprocessing`, where the source tells them.
+        preprocessing: where the source tells it.
 
     Raises:
         ArtifactError: not an ONNX file, or damaged.
         UsageError: its cells have no exact share, or classes or preprocessing are not known.
         VerificationError: it does not answer as the original.
     """
-    known, name = known or {}, name or path.name
+    name = name or path.name
     model = _load(path)
     check_graph(model, name)
     tail = find_tail(model, name)
-    preprocessing = _find_preprocessing(model, options, known, name)
+    preprocessing = preprocessing or _find_preprocessing(model, options, name)
     own = _read_input(model, preprocessing, options, name)
-    names = _name_classes(model, options, known, len(tail.weights), name)
+    names = _name_classes(model, options, len(tail.weights), name)
     rule = preprocessing.rule or ResizeRule("shortest_edge", "bilinear", min(own.size))
-    session = _open(_expose(model, tail.logits), options, name)
+    session = _open(with_outputs(model, [tail.logits]), options, name)
     grid = _measure_grid(model, tail, own, options, name)
     changed = _make_dynamic(model, own)
     set_input(changed, own.size, channels_last=own.channels_last, kind=own.kind)
@@ -128,16 +129,12 @@ def _load(path: Path) -> onnx.ModelProto:
     try:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf's parser exports no base class of its errors
-        raise ArtifactError(
-            f"{path}: not an ONNX file, or a damaged one ({first_line(error)}); export it again"
-        ) from None
+        raise ArtifactError(f"{path}: not a readable ONNX file ({first_line(error)}); export it again") from None
     folder = path.resolve().parent
     for tensor in model.graph.initializer:
         for entry in tensor.external_data:
             if entry.key == "location" and not (folder / entry.value).resolve().is_relative_to(folder):
-                raise ArtifactError(
-                    f"{path}: its weights lie outside its folder ({entry.value[:60]!r}); they are not read"
-                )
+                raise ArtifactError(f"{path}: its weights lie outside its folder ({entry.value[:60]!r})")
         if any(side < 0 or side > 1 << 28 for side in tensor.dims):
             raise ArtifactError(f"{path}: a weight has the shape {list(tensor.dims)[:6]}; the file is damaged")
     try:
@@ -151,25 +148,15 @@ def _properties(model: onnx.ModelProto) -> dict[str, str]:
     return {entry.key: entry.value for entry in model.metadata_props}
 
 
-def _find_preprocessing(
-    model: onnx.ModelProto, options: ExportOptions, known: dict[str, Any], name: str
-) -> Preprocessing:
+def _find_preprocessing(model: onnx.ModelProto, options: ExportOptions, name: str) -> Preprocessing:
     if options.preprocess is not None:
         return read_preprocessing(options.preprocess)
-    if "preprocessing" in known:
-        found: Preprocessing = known["preprocessing"]
-        return found
     if _properties(model).get("author") == "Ultralytics":
         return PRESETS["ultralytics"]
-    raise UsageError(
-        f"{name}: does not say how photographs become its input; give --preprocess {', '.join(PRESETS)}, or a .json "
-        "file of timm or Hugging Face"
-    )
+    raise UsageError(f"{name}: give --preprocess {', '.join(PRESETS)}, or a .json file of timm or Hugging Face")
 
 
-def _name_classes(
-    model: onnx.ModelProto, options: ExportOptions, known: dict[str, Any], count: int, name: str
-) -> Sequence[str]:
+def _name_classes(model: onnx.ModelProto, options: ExportOptions, count: int, name: str) -> Sequence[str]:
     names: Sequence[str]
     if isinstance(options.classes, str | os.PathLike):
         from opal_deploy.model.checkpoint import read_class_names
@@ -177,8 +164,6 @@ def _name_classes(
         names = read_class_names(Path(options.classes))
     elif options.classes is not None:
         names = list(options.classes)
-    elif "class_names" in known:
-        names = known["class_names"]
     else:
         names = [f"class {number}" for number in range(count)]
         with suppress(ValueError, SyntaxError, TypeError, KeyError):
@@ -188,9 +173,7 @@ def _name_classes(
         if names[0] == "class 0":
             options.log(f"{name}: does not name its classes, which are numbered; name them with --classes FILE")
     if len(names) != count:
-        raise UsageError(
-            f"{name}: {len(names)} class names for {count} classes; give one per line, in training's order"
-        )
+        raise UsageError(f"{name}: {len(names)} class names for {count} classes; give one per class, in their order")
     return names
 
 
@@ -238,23 +221,13 @@ def _run_original(session: Any, own: _Input, images: NDArray[np.float32], tail: 
     return np.concatenate(parts)[: len(images)].astype(np.float32)
 
 
-def _expose(model: onnx.ModelProto, name: str) -> onnx.ModelProto:
-    """Return a model of which a value is an output; itself where it is one."""
-    if any(value.name == name for value in model.graph.output):
-        return model
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
-    changed.graph.output.append(onnx.ValueInfoProto(name=name))
-    return changed
-
-
 def _measure_grid(
     model: onnx.ModelProto, tail: Tail, own: _Input, options: ExportOptions, name: str
 ) -> tuple[int, int]:
     """Return (H, W) of the feature map, from a run."""
-    seen = _expose(model, tail.features)
     blank = np.zeros((own.batch or 1, 3, *own.size), np.float32)
-    shape = _open(seen, options, name).run([tail.features], {own.name: _feed(own, blank)})[0].shape
+    seen = _open(with_outputs(model, [tail.features]), options, name)
+    shape = seen.run([tail.features], {own.name: _feed(own, blank)})[0].shape
     channels = tail.weights.shape[1]
     if len(shape) != 4 or shape[3 if tail.channels_last else 1] != channels:
         raise UsageError(f"{name}: the mean before its dense layer is of {list(shape)}; expected [N, {channels}, H, W]")
@@ -295,9 +268,7 @@ def _verify(
     except ArtifactError:
         raise
     except Exception as error:  # ONNX Runtime exports no base class of its exceptions
-        raise UsageError(
-            f"{name}: runs with batches of {own.batch} only ({first_line(error)}); export it with a dynamic batch"
-        ) from None
+        raise UsageError(f"{name}: needs a dynamic batch, and has {own.batch} ({first_line(error)})") from None
     outputs = Outputs.from_arrays(dict(zip(metadata.outputs, arrays, strict=True)))
     assert outputs.shares is not None
     assert outputs.share_classes is not None
@@ -310,9 +281,7 @@ def _verify(
     missed = float(np.abs(sums - outputs.logits[rows, outputs.share_classes]).max())
     limit = _ADDS_UP * (1e3 if own.kind == TensorProto.FLOAT16 else 1)
     if not missed <= limit * largest:
-        raise VerificationError(
-            f"{name}: shares and bias miss the logit by {missed:.2g} of {largest:.3g}: its end is not what it seems"
-        )
+        raise VerificationError(f"{name}: shares and bias miss the logit by {missed:.2g} of {largest:.3g}; not written")
     return {
         "image_set": f"{len(images)} generated creatures", "images": len(images), "sum_error": missed,
         "logits": "bit-equal" if difference == 0 else f"within {difference:.1g}", "largest_logit": largest,
@@ -343,9 +312,7 @@ def export_state_dict(path: Path, options: ExportOptions) -> ExportResult:
             extra = {"aux_logits": False, "init_weights": False} if network in ("googlenet", "inception_v3") else {}
             module = torchvision.models.get_model(network, num_classes=count, **extra)
     except (ValueError, RuntimeError, TypeError) as error:
-        raise UsageError(
-            f"--arch {options.arch}: {first_line(error)}; expected a network's name of {library}"
-        ) from None
+        raise UsageError(f"--arch {options.arch}: {first_line(error)}; expected a network of {library}") from None
     state = state_dicts.strip_prefix(state, module.state_dict())
     problem = f"{path} does not fit {options.arch} with {count} classes"
     state_dicts.load_exactly(module, state, problem)
@@ -360,14 +327,13 @@ def export_module(module: Any, options: ExportOptions, source: Path) -> ExportRe
     """
     import torch
 
-    module, known, name = module.eval(), dict[str, Any](), source.name
-    stated = getattr(module, "pretrained_cfg", None)
+    module, name, preprocessing = module.eval(), source.name, None
     if options.preprocess is not None:
-        known["preprocessing"] = read_preprocessing(options.preprocess)
-    elif stated:
+        preprocessing = read_preprocessing(options.preprocess)
+    elif stated := getattr(module, "pretrained_cfg", None):
         # timm's networks say how their weights were trained
-        known["preprocessing"] = from_config(stated)
-    side = getattr(known.get("preprocessing"), "size", None) or 224
+        preprocessing = from_config(stated)
+    side = (preprocessing and preprocessing.size) or 224
     size = options.input_size or (side, side)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{Path(name).stem}.onnx"
@@ -378,4 +344,4 @@ def export_module(module: Any, options: ExportOptions, source: Path) -> ExportRe
                 dynamic_shapes=({0: torch.export.Dim("N")},), external_data=False,
             )  # fmt: skip
         out = options.out or source.with_name(f"{source.stem}.opal.onnx")
-        return export_classifier(path, replace(options, out=out), name, known)
+        return export_classifier(path, replace(options, out=out), name, preprocessing)

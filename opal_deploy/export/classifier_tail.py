@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from opal_deploy.artifact.outputs import INPUT
 from opal_deploy.errors import UsageError
+from opal_deploy.export.graph_edit import GraphBuilder, producers
 
 Activation = Literal["softmax", "sigmoid", "none"]
 # classes whose cells a graph lists: the predicted one and the runner-up
@@ -32,6 +34,8 @@ _PREFIX = "shares_"
 # nodes that change no value between the map and the logits
 _PASSED = {"Identity", "Dropout", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Cast", "Transpose"}
 _LOOPS = {"Loop", "Scan", "If"}
+# nodes behind which exporters store weights
+_FOLDED = {"Constant", "Identity", "Cast", "Transpose", "Reshape", "DequantizeLinear"}
 _OPSET = 13
 
 
@@ -64,43 +68,24 @@ class _Graph:
     """A graph's nodes by their outputs, and its constants."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        self.graph = model.graph
-        self.made_by = {name: node for node in model.graph.node for name in node.output}
+        self.made_by = producers(model.graph)
         self._tensors = {tensor.name: tensor for tensor in model.graph.initializer}
 
     def node(self, name: str) -> onnx.NodeProto | None:
         return self.made_by.get(name)
 
     def constant(self, name: str) -> NDArray[Any] | None:
-        """Return a constant's value, also behind Identity, Cast, Transpose, Constant or DequantizeLinear."""
+        """Return a constant's value, also behind the operators of `_FOLDED`; None for what depends on the image."""
         if name in self._tensors:
             return numpy_helper.to_array(self._tensors[name])
         node = self.made_by.get(name)
-        if node is None:
+        if node is None or node.op_type not in _FOLDED:
             return None
-        if node.op_type == "Constant":
-            value = next((a for a in node.attribute if a.name == "value"), None)
-            return None if value is None else numpy_helper.to_array(value.t)
-        inner = self.constant(node.input[0]) if node.input else None
-        if inner is None:
+        values = {given: self.constant(given) for given in node.input if given}
+        if any(value is None for value in values.values()):
             return None
-        if node.op_type in ("Identity", "Cast"):
-            return inner
-        if node.op_type == "Transpose":
-            return inner.transpose(_attribute(node, "perm", list(range(inner.ndim))[::-1]))
-        if node.op_type == "Reshape":
-            shape = self.constant(node.input[1])
-            return None if shape is None else inner.reshape(shape.tolist())
-        if node.op_type == "DequantizeLinear":
-            scale = self.constant(node.input[1])
-            zero = self.constant(node.input[2]) if len(node.input) > 2 else np.zeros(1)
-            if scale is None or zero is None:
-                return None
-            axis = _attribute(node, "axis", 1) if scale.ndim else 0
-            sides = [-1 if scale.ndim and i == axis % inner.ndim else 1 for i in range(inner.ndim)]
-            by_axis = [value.astype(np.float64).reshape(sides) if value.ndim else value for value in (zero, scale)]
-            return (inner.astype(np.float64) - by_axis[0]) * by_axis[1]
-        return None
+        (value,) = cast(list[NDArray[Any]], ReferenceEvaluator(node).run(None, values))
+        return value
 
     def split(self, node: onnx.NodeProto) -> tuple[str, NDArray[Any]] | None:
         """Return the variable and the constant input of a node with one of each."""
@@ -168,21 +153,19 @@ def find_tail(model: onnx.ModelProto, name: str) -> Tail:
             at = node.input[0]
         else:
             raise UsageError(_refuse(name, graph, node))
-    _check_layout(graph, at, features, name)
     return Tail(features, channels_last, logits, weights, biases, normalised, epsilon, activation)  # type: ignore[arg-type]
 
 
 def _refuse(name: str, graph: _Graph, node: onnx.NodeProto) -> str:
-    kind, before = node.op_type, node
-    reason = f"an activation ({kind}) follows the pooling"
-    while (made := graph.node(before.input[0])) is not None and _read_mean(graph, made) is None:
-        before = made
-        if before.op_type in ("Gemm", "MatMul"):
-            reason = f"a hidden layer ({kind}) follows the pooling"
-    if kind in ("Gather", "Slice"):
+    """Return the error for a node between the mean and the dense layer that leaves the cells no exact share."""
+    between = [node]
+    while (made := graph.node(between[-1].input[0])) is not None and _read_mean(graph, made) is None:
+        between.append(made)
+    reason = f"an activation ({node.op_type}) follows the pooling"
+    if node.op_type in ("Gather", "Slice"):
         reason = "one token is read, not a mean over cells"
-    elif kind in ("Gemm", "MatMul", "Conv", "Add"):
-        reason = f"a hidden layer ({kind}) follows the pooling"
+    elif node.op_type in ("Conv", "Add") or any(each.op_type in ("Gemm", "MatMul") for each in between):
+        reason = f"a hidden layer ({node.op_type}) follows the pooling"
     return (
         f"{name}: {reason}, so its cells have no exact share of the logit; train an OPAL head on its backbone: "
         "opal-deploy train DATA --backbone NAME --weights FILE"
@@ -279,12 +262,6 @@ def _read_layer_norm(
     return centred.input[0], gamma.ravel() + 0.0, beta.ravel() + 0.0, float(epsilon.ravel()[0])
 
 
-def _check_layout(graph: _Graph, pooled: str, features: str, name: str) -> None:
-    """Raise UsageError for a graph whose output does not depend on the image through the mean."""
-    if graph.constant(features) is not None or not pooled:
-        raise UsageError(f"{name}: the mean before its dense layer is a constant")
-
-
 def add_shares(model: onnx.ModelProto, tail: Tail, grid: tuple[int, int]) -> onnx.ModelProto:
     """Return a copy with the outputs `logits`, `share_classes` and `shares`, and the input `images`.
 
@@ -294,47 +271,38 @@ def add_shares(model: onnx.ModelProto, tail: Tail, grid: tuple[int, int]) -> onn
     changed = copy.deepcopy(model)
     graph = changed.graph
     cells, (count, channels) = grid[0] * grid[1], tail.weights.shape
-    made: list[onnx.NodeProto] = []
-
-    def constant(label: str, value: Any) -> str:
-        graph.initializer.append(numpy_helper.from_array(np.asarray(value), _PREFIX + label))
-        return _PREFIX + label
-
-    def add(kind: str, inputs: list[str], output: str, **attributes: Any) -> str:
-        output = output if output in ("logits", "shares", "share_classes") else _PREFIX + output
-        made.append(helper.make_node(kind, inputs, [output], name=_PREFIX + output, **attributes))
-        return output
+    # names of nodes stay those of earlier versions
+    builder = GraphBuilder(graph, _PREFIX, ("logits", "share_classes", "shares"), name_prefix=_PREFIX)
+    constant, add = builder.constant, builder.node
 
     flat = constant("flat", np.array([-1, count], np.int64))
-    rows = add("Reshape", [tail.logits, flat], "logits_rows")
-    logits = add("Cast", [rows], "logits", to=TensorProto.FLOAT)
+    rows = add("Reshape", "logits_rows", tail.logits, flat)
+    logits = add("Cast", "logits", rows, to=TensorProto.FLOAT)
     best = [_PREFIX + "best", _PREFIX + "ids"]
     k = constant("k", np.array([min(LISTED, count)], np.int64))
-    made.append(helper.make_node("TopK", [logits, k], best, name=_PREFIX + "top"))
-    add("Cast", [best[1]], "share_classes", to=TensorProto.INT32)
+    graph.node.append(helper.make_node("TopK", [logits, k], best, name=_PREFIX + "top"))
+    add("Cast", "share_classes", best[1], to=TensorProto.INT32)
     weights = constant("weights", (tail.weights / cells).astype(np.float32))
-    chosen = add("Gather", [weights, best[1]], "chosen", axis=0)  # [N, k, D]
-    features = add("Cast", [tail.features], "features", to=TensorProto.FLOAT)
+    chosen = add("Gather", "chosen", weights, best[1], axis=0)  # [N, k, D]
+    features = add("Cast", "features", tail.features, to=TensorProto.FLOAT)
     if tail.channels_last:
         shape = constant("cells", np.array([0, cells, channels], np.int64))
-        features = add("Transpose", [add("Reshape", [features, shape], "rows")], "columns", perm=[0, 2, 1])
+        features = add("Transpose", "columns", add("Reshape", "rows", features, shape), perm=[0, 2, 1])
     else:
         shape = constant("cells", np.array([0, channels, cells], np.int64))
-        features = add("Reshape", [features, shape], "columns")
-    shares = add("MatMul", [chosen, features], "products")
+        features = add("Reshape", "columns", features, shape)
+    shares = add("MatMul", "products", chosen, features)
     if tail.normalised:
-        vector = add("Cast", [tail.normalised], "vector", to=TensorProto.FLOAT)
-        vector = add("Reshape", [vector, constant("wide", np.array([-1, channels], np.int64))], "vector_rows")
+        vector = add("Cast", "vector", tail.normalised, to=TensorProto.FLOAT)
+        vector = add("Reshape", "vector_rows", vector, constant("wide", np.array([-1, channels], np.int64)))
         averaging = constant("averaging", np.full((channels, 1), 1 / channels, np.float32))
-        centred = add("Sub", [vector, add("MatMul", [vector, averaging], "mean")], "centred")
-        variance = add("MatMul", [add("Mul", [centred, centred], "squares"), averaging], "variance")
-        shifted = add("Add", [variance, constant("epsilon", np.float32(tail.epsilon))], "shifted")
-        deviation = add(
-            "Reshape", [add("Sqrt", [shifted], "root"), constant("one", np.array([-1, 1, 1], np.int64))], "deviation"
-        )
-        shares = add("Div", [shares, deviation], "divided")
-    add("Reshape", [shares, constant("grid", np.array([0, 0, *grid], np.int64))], "shares")
-    graph.node.extend(made)
+        centred = add("Sub", "centred", vector, add("MatMul", "mean", vector, averaging))
+        variance = add("MatMul", "variance", add("Mul", "squares", centred, centred), averaging)
+        shifted = add("Add", "shifted", variance, constant("epsilon", np.array(tail.epsilon, np.float32)))
+        one = constant("one", np.array([-1, 1, 1], np.int64))
+        deviation = add("Reshape", "deviation", add("Sqrt", "root", shifted), one)
+        shares = add("Div", "divided", shares, deviation)
+    add("Reshape", "shares", shares, constant("grid", np.array([0, 0, *grid], np.int64)))
     del graph.output[:]
     listed = min(LISTED, count)
     for output, kind, shape_of in (

@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from opal_deploy.artifact.engine_file import (
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.artifact.metadata import BLANK_DIGEST, Metadata
 from opal_deploy.errors import ArtifactError, UsageError
-from opal_deploy.export.builder import EngineTarget, Network, SerializedEngine
+from opal_deploy.export.builder import EngineTarget, Network
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.plan import EngineTargets, ExportedEngine, engine_name
 from opal_deploy.logs import as_progress
@@ -82,16 +83,7 @@ def stage_engines(
 
 @dataclass(frozen=True)
 class _Build:
-    """An ONNX file in its builder.
-
-    Attributes:
-        name: final name of the file.
-        metadata: metadata of the file.
-        graph_sha256: digest of only the graph and its opset.
-        network: the graph, parsed by the builder.
-        driver: this machine's driver.
-        options: options of the build.
-    """
+    """An ONNX file, by its final name, in its builder; `graph_sha256` is the digest of only the graph and its opset."""
 
     name: str
     metadata: Metadata
@@ -115,12 +107,12 @@ class _Build:
         }
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
-    def describe(self, path: Path, target: EngineTarget, engine: SerializedEngine) -> Sidecar:
+    def describe(self, path: Path, target: EngineTarget, content: bytes, seconds: float) -> Sidecar:
         """Return the sidecar of an engine, which was never run."""
         library = self.network.library
-        sha256 = hashlib.sha256(engine.content).hexdigest()
+        sha256 = hashlib.sha256(content).hexdigest()
         return Sidecar(
-            engine={"file": path.name, "sha256": sha256, "bytes": len(engine.content)},
+            engine={"file": path.name, "sha256": sha256, "bytes": len(content)},
             builder={
                 "name": library.name, "version": library.version, "cuda": CUDA_VERSION[0], "platform": platform_name()
             },
@@ -130,7 +122,7 @@ class _Build:
             key=self.key(target),
             built={
                 "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                "seconds": round(engine.seconds, 3),
+                "seconds": round(seconds, 3),
                 "opal_deploy": __version__,
                 "driver": self.driver.version,
             },
@@ -173,16 +165,14 @@ def _follow_onnx(stack: ExitStack, engine: Path, sidecar: Sidecar, metadata: Met
 
 def _stage_engine(stack: ExitStack, path: Path, build: _Build, target: EngineTarget) -> Sidecar:
     """Build and stage an engine and its sidecar; where the engine can run here, its test vectors run first."""
-
-    def report_progress(phase: str, step: int, steps: int) -> None:
-        as_progress(build.options.progress)(step, steps, phase)
-
-    engine = build.network.build(target, build.options, report_progress)
+    started = time.monotonic()
+    content = build.network.build(target, build.options, as_progress(build.options.progress))
+    seconds = time.monotonic() - started
     # entered first, so that it gets its name last: a sidecar never describes an engine that does not exist
     beside = stack.enter_context(atomic_write(sidecar_path(path)))
     temporary = stack.enter_context(atomic_write(path))
-    temporary.write_bytes(engine.content)
-    sidecar = build.describe(path, target, engine)
+    temporary.write_bytes(content)
+    sidecar = build.describe(path, target, content, seconds)
     if target.gpu is not None:
         sidecar = _verify_here(sidecar, temporary, build.options)
     beside.write_text(sidecar.to_json(), "utf-8")
@@ -190,11 +180,7 @@ def _stage_engine(stack: ExitStack, path: Path, build: _Build, target: EngineTar
 
 
 def _verify_here(sidecar: Sidecar, engine: Path, options: ExportOptions) -> Sidecar:
-    """Run a new engine's test vectors on this machine's GPU, and return the sidecar with the outcome.
-
-    Raises:
-        VerificationError: the engine does not reproduce them.
-    """
+    """Run a new engine's test vectors here, and return the sidecar with the outcome; VerificationError if they fail."""
     folder = engine.parent / f".{engine.name}.trial"
     folder.mkdir()
     try:

@@ -119,12 +119,9 @@ def stage_onnx(candidate: ExportCandidate, path: Path, options: ExportOptions) -
         comparison = None
         if options.verify:
             described = replace(candidate, metadata=metadata)
-            verification = verify_candidate(described, path, options.threads, options.log)
-            comparison = verification.comparison
-            if not comparison:
-                raise verification.error(path.name)
+            comparison, report = verify_candidate(described, path, options.threads, options.log)
             doubt = {"skipped": candidate.unverified} if candidate.unverified else {}
-            metadata = replace(metadata, verification={**verification.document, **doubt})
+            metadata = replace(metadata, verification={**report, **doubt})
         described = replace(candidate, metadata=metadata)
         if metadata.top_k is not None:
             described = drop_other_outputs(described)
@@ -156,11 +153,7 @@ def _describe_exporter(candidate: ExportCandidate, options: ExportOptions) -> di
 
 
 def _find_kept_files(plan: ExportPlan) -> dict[Precision, Metadata]:
-    """Return the metadata of ONNX files that exist as this export would write them.
-
-    Raises:
-        UsageError: another file is in the way of an ONNX file, without `overwrite`.
-    """
+    """Return the metadata of ONNX files that exist as this export would write them; UsageError for any other file."""
     for path in plan.onnx.values():
         remove_temporary_files(path)
     kept = {}

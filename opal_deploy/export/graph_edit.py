@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import numpy as np
@@ -46,36 +46,26 @@ def producers(graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
     return {name: node for node in graph.node for name in node.output}
 
 
-def nodes_between(graph: onnx.GraphProto, start: str, end: str) -> set[str]:
-    """Return the nodes that compute `end` from `start` and from weights, each by its first output's name.
-
-    Raises:
-        ArtifactError: no value of the graph is called `end`.
-    """
+def nodes_of(graph: onnx.GraphProto, names: Iterable[str], start: str | None = None) -> set[str]:
+    """Return the nodes that compute these values, from the value `start` if given; each by its first output's name."""
     made_by = producers(graph)
-    if end not in made_by:
-        raise ArtifactError(
-            f"the graph does not name its body's output {end!r}; give an ONNX file that `opal-deploy export` wrote"
-        )
-    return _ancestors(made_by, [end], start)
-
-
-def nodes_of(graph: onnx.GraphProto, names: Iterable[str]) -> set[str]:
-    """Return the nodes that compute these values, each by its first output's name."""
-    return _ancestors(producers(graph), names)
-
-
-def _ancestors(made_by: dict[str, onnx.NodeProto], ends: Iterable[str], start: str | None = None) -> set[str]:
-    body: set[str] = set()
-    pending = list(ends)
+    found: set[str] = set()
+    pending = list(names)
     while pending:
         name = pending.pop()
         node = made_by.get(name)
-        if node is None or name == start or node.output[0] in body:
+        if node is None or name == start or node.output[0] in found:
             continue
-        body.add(node.output[0])
+        found.add(node.output[0])
         pending.extend(node.input)
-    return body
+    return found
+
+
+def body_nodes(graph: onnx.GraphProto, end: str) -> set[str]:
+    """Return the nodes that compute `end`, a value of the body, from the normalised images; else ArtifactError."""
+    if BODY_OUTPUT not in producers(graph):
+        raise ArtifactError(f"the graph has no {BODY_OUTPUT!r}; expected a file that `opal-deploy export` wrote")
+    return nodes_of(graph, [end], body_input(graph))
 
 
 def projection_input(graph: onnx.GraphProto) -> str:
@@ -134,7 +124,7 @@ def add_top_outputs(model: onnx.ModelProto, class_map: ClassMap, k: int) -> onnx
     The model has opset 18 or later, and `logits` as its first output; k is C at most.
     """
     changed, slots = copy.deepcopy(model), class_map.max_slots
-    _add_selection(_GraphBuilder(changed.graph), class_map, k)
+    _add_selection(GraphBuilder(changed.graph, _PREFIX, TOP_OUTPUTS), class_map, k)
     batch = changed.graph.output[0].type.tensor_type.shape.dim[0].dim_param
     shapes: dict[str, tuple[int, list[Any]]] = {
         "top_classes": (TensorProto.INT32, [batch, k]),
@@ -147,7 +137,7 @@ def add_top_outputs(model: onnx.ModelProto, class_map: ClassMap, k: int) -> onnx
     return changed
 
 
-def _add_selection(graph: _GraphBuilder, class_map: ClassMap, k: int) -> None:
+def _add_selection(graph: GraphBuilder, class_map: ClassMap, k: int) -> None:
     """Add the nodes that compute TOP_OUTPUTS."""
     num_classes, num_prototypes, slots = class_map.num_classes, class_map.num_prototypes, class_map.max_slots
     class_ids = graph.constant("class_ids", np.arange(num_classes, dtype=np.int32)[None])
@@ -191,19 +181,24 @@ def _add_selection(graph: _GraphBuilder, class_map: ClassMap, k: int) -> None:
         graph.node("Reshape", name, taken, block_shape)
 
 
-class _GraphBuilder:
-    """Appends nodes and constants to a graph; values other than outputs get a prefix."""
+class GraphBuilder:
+    """Appends nodes and constants to a graph; values other than these outputs get a prefix.
 
-    def __init__(self, graph: onnx.GraphProto) -> None:
-        self._graph = graph
+    A node is named as its output, after `name_prefix`.
+    """
+
+    def __init__(self, graph: onnx.GraphProto, prefix: str, outputs: Container[str], name_prefix: str = "") -> None:
+        self._graph, self._prefix, self._outputs, self._name_prefix = graph, prefix, outputs, name_prefix
 
     def constant(self, name: str, value: np.ndarray[Any, Any]) -> str:
         """Add an initializer and return its name."""
-        self._graph.initializer.append(numpy_helper.from_array(value, _PREFIX + name))
-        return _PREFIX + name
+        self._graph.initializer.append(numpy_helper.from_array(value, self._prefix + name))
+        return self._prefix + name
 
     def node(self, operator: str, name: str, *inputs: str, **attributes: Any) -> str:
         """Add a node and return the name of its output."""
-        output = name if name in TOP_OUTPUTS else _PREFIX + name
-        self._graph.node.append(helper.make_node(operator, inputs, [output], name=output, **attributes))
+        output = name if name in self._outputs else self._prefix + name
+        self._graph.node.append(
+            helper.make_node(operator, inputs, [output], name=self._name_prefix + output, **attributes)
+        )
         return output

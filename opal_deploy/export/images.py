@@ -114,12 +114,7 @@ class ImageChoice:
 
 
 def choose_images(
-    metadata: Metadata,
-    options: ExportOptions,
-    *,
-    calibrate: bool,
-    torchvision: bool = True,
-    model: Path | None = None,
+    metadata: Metadata, options: ExportOptions, *, calibrate: bool, torchvision: bool = True, model: Path | None = None
 ) -> ImageChoice:
     """Choose the images to verify on and, for int8, those to calibrate with.
 
@@ -163,18 +158,12 @@ def choose_images(
     readable = len(pool.first(SAMPLE_SIZES[0]).names)
     if readable < sum(BATCHES):
         besides = " besides those that it is calibrated with" if calibration else ""
-        raise UsageError(
-            f"{pool.place}: {readable} readable images{besides}; verification needs at least {sum(BATCHES)}"
-        )
+        raise UsageError(f"{pool.place}: {readable} readable images{besides}; at least {sum(BATCHES)} are needed")
     return ImageChoice(pool, calibration)
 
 
 def _choose_calibration_images(metadata: Metadata, options: ExportOptions, data: DataSet | None) -> VerificationImages:
-    """Return at most MAX_CALIBRATION_IMAGES images of a folder, or training images.
-
-    Raises:
-        UsageError: no folder and no data, or fewer than MIN_CALIBRATION_IMAGES readable images.
-    """
+    """Return at most MAX_CALIBRATION_IMAGES images of a folder, or training images; UsageError if there are few."""
     count, kept = MAX_CALIBRATION_IMAGES, ""
     if options.calibrate is not None:
         folder = Path(options.calibrate)
@@ -187,17 +176,11 @@ def _choose_calibration_images(metadata: Metadata, options: ExportOptions, data:
     elif data is not None:
         samples, split, place = data.train, _SPLITS["train"], data.root.name
     else:
-        raise UsageError(
-            "--precision int8 needs --calibrate DIR, a folder of photographs such as the model will see: "
-            "ranges measured on anything else cost accuracy and cells"
-        )
+        raise UsageError("--precision int8 needs --calibrate DIR, a folder of photographs such as the model will see")
     photographs = [(sample, split) for sample in _interleave(samples, [count])]
     images = ImagePool(metadata.input_size, photographs, place).first(count)
     if len(images.names) < MIN_CALIBRATION_IMAGES:
-        raise UsageError(
-            f"{place}: {len(images.names)} readable images to calibrate with{kept}; at least {MIN_CALIBRATION_IMAGES} "
-            "are needed"
-        )
+        raise UsageError(f"{place}: {len(images.names)} readable images{kept}; int8 needs {MIN_CALIBRATION_IMAGES}")
     return images
 
 

@@ -32,15 +32,7 @@ from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, Q
 
 from opal_deploy.artifact.metadata import Activations, Metadata
 from opal_deploy.artifact.outputs import INPUT
-from opal_deploy.export.graph_edit import (
-    BODY_OUTPUT,
-    body_input,
-    nodes_between,
-    nodes_of,
-    producers,
-    projection_input,
-    with_outputs,
-)
+from opal_deploy.export.graph_edit import BODY_OUTPUT, body_nodes, nodes_of, producers, projection_input, with_outputs
 from opal_deploy.export.images import Pixels
 from opal_deploy.export.portable import drop_unused_constants
 from opal_deploy.runtime.devices import available_cpus
@@ -72,7 +64,7 @@ def to_int8(
         threads: of ONNX Runtime; None: as many as this process may use.
     """
     graph = model.graph
-    backbone = nodes_between(graph, body_input(graph), projection_input(graph))
+    backbone = body_nodes(graph, projection_input(graph))
     weights = {tensor.name for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT}
     nodes = [node for node in graph.node if node.output[0] in backbone]
     chosen = [node for node in nodes if node.op_type in _WEIGHTED and node.input[1] in weights][1:]

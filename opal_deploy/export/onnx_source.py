@@ -8,15 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnxruntime
-from numpy.typing import NDArray
 
 from opal_deploy.artifact import onnx_file, test_vectors
 from opal_deploy.artifact.metadata import Metadata, Precision
-from opal_deploy.artifact.outputs import FloatArray
-from opal_deploy.artifact.test_vectors import Reference
+from opal_deploy.artifact.test_vectors import Reference, find_top2_margin
 from opal_deploy.export.candidate import ExportCandidate, SampledReference
 from opal_deploy.export.graph_edit import producers, with_outputs
 from opal_deploy.export.images import Pixels, choose_images
@@ -87,7 +84,7 @@ def reference_runner(model: onnx.ModelProto, session: OnnxSession) -> Callable[[
         outputs, margin = session.run(pixels), None
         if runner is not None:
             (cells,) = runner.run(None, {"images": prepare_input(pixels, session.metadata)})
-            margin = _relative_margin(cells.reshape(*cells.shape[:2], -1))
+            margin = find_top2_margin(cells.reshape(*cells.shape[:2], -1))
         return Reference(pixels, outputs, margin)
 
     return run
@@ -100,11 +97,3 @@ def _find_attention(graph: onnx.GraphProto) -> str:
     while node.op_type != "ArgMax":
         node = made_by[node.input[0]]
     return str(node.input[0])
-
-
-def _relative_margin(cells: NDArray[Any]) -> FloatArray:
-    if cells.shape[2] < 2:
-        return np.full(cells.shape[:2], np.inf, np.float32)
-    best = np.partition(cells, (-2, -1), axis=2)[..., -2:]  # [N, K, 2]
-    margin: NDArray[Any] = (best[..., 1] - best[..., 0]) / np.maximum(np.abs(best[..., 1]), 1e-30)
-    return margin.astype(np.float32)

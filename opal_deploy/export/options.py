@@ -56,9 +56,7 @@ class EngineOptions(Options):
         """The batch sizes that the engine takes."""
         parts = str(self.batch).split(":")
         if len(parts) not in (1, 3) or not all(part.isdecimal() for part in parts):
-            raise UsageError(
-                f"--batch {self.batch!r}: expected MIN:OPT:MAX such as 1:64:256, or one number for a fixed size"
-            )
+            raise UsageError(f"--batch {self.batch!r}: expected MIN:OPT:MAX such as 1:64:256, or one number")
         sizes = [int(part) for part in (parts * 3 if len(parts) == 1 else parts)]
         if not 1 <= sizes[0] <= sizes[1] <= sizes[2] <= _MAX_BATCH:
             raise UsageError(f"--batch {self.batch!r}: expected 1 <= MIN <= OPT <= MAX <= {_MAX_BATCH}")
@@ -67,10 +65,7 @@ class EngineOptions(Options):
     def to_dict(self) -> dict[str, Any]:
         """Return the options that change the engine, for its sidecar."""
         batch = self.batch_range
-        return {
-            "batch": [batch.min, batch.opt, batch.max],
-            "tf32": False,
-        }
+        return {"batch": [batch.min, batch.opt, batch.max], "tf32": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +84,7 @@ class CheckpointOptions(Options):
             default="as the file says",
         ),
     ] = None
-    distance: Annotated[
-        Distance | None,
-        Option("Distance to the anchors.", default="l2", panel=_AUTHORS),
-    ] = None
+    distance: Annotated[Distance | None, Option("Distance to the anchors.", default="l2", panel=_AUTHORS)] = None
     pooling: Annotated[
         Literal["max", "avg"] | None,
         Option("Pooling of the attention maps.", default="max; avg without anchors", panel=_AUTHORS),
@@ -243,10 +235,9 @@ class ExportOptions(WebOptions, TritonOptions, EngineExportOptions):
 
     trt: Annotated[bool, Option("Build TensorRT engines too; no GPU is needed.")] = False
     triton: Annotated[StrPath | None, Option("Write a repository of two models here.", panel=_TRITON, cli=Path)] = None
-    web: Annotated[
-        StrPath | None,
-        Option("Write a page that runs the model in a browser.", panel=_WEB, cli=Path),
-    ] = None
+    web: Annotated[StrPath | None, Option("Write a page that runs the model in a browser.", panel=_WEB, cli=Path)] = (
+        None
+    )
 
     @property
     def int8_activations(self) -> Activations:

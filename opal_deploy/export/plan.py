@@ -111,10 +111,7 @@ def _check_plan(plan: ExportPlan) -> None:
             raise UsageError(f"{path}: this is the model to export; give another --out")
         return
     if origin.int8_activations == "uint8":
-        raise UsageError(
-            f"{path}: made for processors (uint8 activations), which TensorRT does not take; export the checkpoint "
-            "with --trt --precision int8"
-        )
+        raise UsageError(f"{path}: TensorRT takes no uint8 activations; export again with --trt --precision int8")
     other_list = options.listed_classes not in (None, origin.top_k)
     if unused := options.changed(names=("images", "calibrate", *(["outputs"] if other_list else []))):
         raise UsageError(f"{path}: already {own}, so it is built as it is; leave out {unused}")

@@ -21,7 +21,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from opal_deploy.errors import ArtifactError
-from opal_deploy.export.graph_edit import BODY_OUTPUT, body_input, nodes_between, producers, projection_input
+from opal_deploy.export.graph_edit import BODY_OUTPUT, body_input, body_nodes, producers, projection_input
 from opal_deploy.export.portable import opset_of, set_opset
 
 # convolutions take bfloat16 from this opset on; no other operator of our graphs changed
@@ -49,11 +49,7 @@ BF16 = FloatType("bf16", TensorProto.BFLOAT16, ml_dtypes.bfloat16, 3.38953138925
 
 
 def to_fp16(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy of a float32 graph with its body, projection included, in float16.
-
-    Raises:
-        ArtifactError: the graph does not name its body, or a weight is beyond float16's range.
-    """
+    """Return a copy of a float32 graph with its body in float16; ArtifactError for a weight beyond float16's range."""
     return _cast_body(model, FP16, BODY_OUTPUT)
 
 
@@ -75,8 +71,7 @@ def _cast_body(model: onnx.ModelProto, to: FloatType, end: str) -> onnx.ModelPro
     cast = copy.deepcopy(model)
     graph = cast.graph
     start = body_input(graph)
-    nodes_between(graph, start, BODY_OUTPUT)  # raises for a graph that is not ours
-    body = nodes_between(graph, start, end)
+    body = body_nodes(graph, end)
     weights = {tensor.name: tensor for tensor in graph.initializer}
     outside = {name for node in graph.node if node.output[0] not in body for name in node.input}
     cast_in, cast_out = f"{start}_{to.name}", f"{end}_{to.name}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,36 +34,18 @@ _CONFIDENCE = 1 - 0.05 / len(SAMPLE_SIZES)
 _NORM_TOLERANCE = 1e-6
 
 
-@dataclass(frozen=True)
-class Verification:
-    """The comparison of a candidate with its reference, and the metadata's `verification`."""
-
-    comparison: Comparison
-    document: dict[str, Any]
-    precision: Precision
-
-    def error(self, name: str) -> VerificationError:
-        """Return the error for a candidate that failed: the measurements, the worst image, and what to try.
-
-        `name` names the file that is not written.
-        """
-        report = self.document
-        return VerificationError(
-            f"{name} was not written: {'; '.join(self.comparison.failures)} (against {report['reference']}, on "
-            f"{report['image_set']}); worst on {report['worst_image']}{_ADVICE[self.precision]}"
-        )
-
-
 def verify_candidate(
     candidate: ExportCandidate, path: Path, threads: int | None = None, log: Log = log_line
-) -> Verification:
+) -> tuple[Comparison, dict[str, Any]]:
     """Run a candidate's graph on its images and compare the outputs with its reference.
+
+    Returns the comparison and the metadata's `verification`.
 
     The candidate has the metadata, test vectors included, that its file `path` is to have, next to which
     the graph lies while it runs.
 
     Raises:
-        VerificationError: a simulated graph passes the gate, but not its test vectors.
+        VerificationError: an output is beyond the gate, or a simulated graph does not reproduce its test vectors.
     """
     metadata, sample = candidate.metadata, candidate.sample
     images, reference = sample.first(SAMPLE_SIZES[0])
@@ -102,7 +84,7 @@ def verify_candidate(
             outputs = Outputs.concatenate([outputs, added])
             comparison = compare_outputs(reference, outputs, metadata, share_gate, _CONFIDENCE)
         if comparison and metadata.top_k is not None:
-            comparison = replace(comparison, failures=find_selection_errors(outputs, metadata))
+            comparison = replace(comparison, failures=_find_selection_errors(outputs, metadata))
         if comparison and metadata.input_kind == "image":
             log(f"Comparing the graph's resizing with Pillow's on {first_images.description}, in their own sizes")
             originals = map(sample.pool.read_original, range(len(first_images.names)))
@@ -123,10 +105,15 @@ def verify_candidate(
     if in_float64 is not None:
         document["float64"] = {name: asdict(part) for name, part in in_float64._asdict().items()}
     document |= {**comparison.to_dict(), "worst_image": Path(images.names[comparison.worst]).name}
-    return Verification(comparison, document, metadata.precision)
+    if not comparison:
+        raise VerificationError(
+            f"{path.name} was not written: {'; '.join(comparison.failures)} (against {candidate.reference_name}, on "
+            f"{images.description}); worst on {document['worst_image']}{_ADVICE[metadata.precision]}"
+        )
+    return comparison, document
 
 
-def find_selection_errors(outputs: Outputs, metadata: Metadata) -> tuple[str, ...]:
+def _find_selection_errors(outputs: Outputs, metadata: Metadata) -> tuple[str, ...]:
     """Return one sentence for each best-class output that contradicts the other outputs of the same pass."""
     if outputs.top is None:
         return ("the graph does not list its best classes",)

@@ -118,10 +118,7 @@ def _infer_head(
         prototypes = _infer_prototypes(path, classifier, projection)
         anchors = torch.from_numpy(ClassMap.blocks(classifier.shape[0], prototypes).matrix).float()
         if not is_dense and not torch.allclose(classifier.float(), anchors, atol=1e-5):
-            raise CheckpointError(
-                f"{path}: its {_ANCHORS} are not the paper's orthonormal anchors (1/sqrt(m) on each class's block); "
-                "only those are supported"
-            )
+            raise CheckpointError(f"{path}: its {_ANCHORS} are not the paper's, 1/sqrt(m) on each class's block")
     elif classifier.ndim != 2:
         raise CheckpointError(f"{path}: its classifier.weight is {list(classifier.shape)}; expected [C, D]")
     return replace(
@@ -132,15 +129,12 @@ def _infer_head(
 
 def _infer_prototypes(path: Path, classifier: Tensor, projection: Tensor) -> int:
     """Return m, inferred from anchors or dense layer [C, K] and the projection [K, D, 1, 1]."""
-    if classifier.ndim != 2 or projection.ndim != 4 or classifier.shape[1] != projection.shape[0]:
-        raise CheckpointError(
-            f"{path}: classifier {list(classifier.shape)} and projection {list(projection.shape)} do not fit together; "
-            "expected [C, K] and [K, D, 1, 1]"
-        )
-    num_classes, channels = classifier.shape
-    if channels % num_classes:
-        raise CheckpointError(f"{path}: {channels} channels are not a multiple of {num_classes} classes")
-    return channels // num_classes
+    if classifier.ndim == 2 and projection.ndim == 4:
+        num_classes, channels = classifier.shape
+        if channels == projection.shape[0] and channels % num_classes == 0:
+            return channels // num_classes
+    shapes = f"{list(classifier.shape)} and projection {list(projection.shape)}"
+    raise CheckpointError(f"{path}: classifier {shapes} found; expected [C, C * m] and [C * m, D, 1, 1]")
 
 
 def _infer_backbone(path: Path, body: dict[str, Tensor]) -> str:
@@ -156,10 +150,7 @@ def _infer_backbone(path: Path, body: dict[str, Tensor]) -> str:
         if not wrong:
             break
     if not nearest:
-        raise CheckpointError(
-            f"{path}: no torchvision network has its {len(shapes)} backbone parameters ({_sample_keys(shapes)}); "
-            f"the authors use {', '.join(PAPER_BACKBONES)}"
-        )
+        raise CheckpointError(f"{path}: no torchvision network has its backbone's parameters ({_sample_keys(shapes)})")
     return nearest
 
 

@@ -86,11 +86,7 @@ class Backbone(nn.Module):
         return copied
 
     def grid(self, input_size: tuple[int, int]) -> tuple[int, int]:
-        """Return (H, W) for an input of (H0, W0).
-
-        Raises:
-            UsageError: the size is not a multiple of the stride.
-        """
+        """Return (H, W) for an input of (H0, W0); UsageError unless both are multiples of the stride."""
         check_tiling(self.name, input_size, self.stride)
         height, width = input_size
         return height // self.stride, width // self.stride
@@ -131,10 +127,7 @@ def build(
     network = _find_network(name)
     cuts = (network.find_cut(stride), *([network.find_cut()] if keep_layers else []))
     if len(cuts) > 1 and cuts[0].stride == cuts[1].stride:
-        raise UsageError(
-            f"--keep-layers: all layers of {name} already end at stride {cuts[0].stride}; leave --keep-layers out "
-            "(--no-keep-layers if a recipe has it), or give a smaller --stride"
-        )
+        raise UsageError(f"--keep-layers: {name} ends at stride {cuts[0].stride} anyway; give a smaller --stride")
     body = network.build_body(cuts, input_size, device)
     return Backbone(name, body, tuple(cut.num_features for cut in cuts), cuts[0].stride)
 
@@ -230,9 +223,7 @@ def load_weights(
         other = library.build_network(backbone.name, "meta", _OTHER_CLASSES).state_dict()
         expected |= {k: v for k, v in classifier.state_dict().items() if network[k].shape == other[k].shape}
     if errors := describe_key_errors(get_shapes(expected), get_shapes(state), ignored=network):
-        raise CheckpointError(
-            f"{origin} does not fit {backbone.name}: {errors}; give weights of that network or another --backbone"
-        )
+        raise CheckpointError(f"{origin} does not fit {backbone.name}: {errors}; give another --weights or --backbone")
     for module in (backbone.body, *([] if classifier is None else [classifier])):
         keys = module.state_dict().keys() & expected.keys() & state.keys()
         module.load_state_dict({key: state[key].float() for key in keys}, strict=False)
@@ -269,10 +260,7 @@ class ConvolutionalNetwork:
         whole = self.find_cut()
         own = whole.stride
         if stride not in (None, own):
-            raise UsageError(
-                f"the plain head, the network's own classifier, takes features of {self._name} at stride {own}, not "
-                f"{stride}; give --stride {own} or another head"
-            )
+            raise UsageError(f"the plain head of {self._name} needs stride {own}; give --stride {own} or another head")
         network = self._library.build_network(self._name, device, num_classes)
         return extract_classifier(self._name, network, whole.node, self._library.tracer_options())
 

@@ -102,14 +102,18 @@ def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = N
         "edits": list(checkpoint.edits),
         "evaluation": checkpoint.evaluation,
         "receptive_field": checkpoint.receptive_field.to_dict() if checkpoint.receptive_field else {},
-        "calibration": checkpoint.calibration.to_dict() if checkpoint.calibration else {},
-        "baseline": checkpoint.baseline.to_dict() if checkpoint.baseline else {},
-        "patches": checkpoint.patches.to_dict() if checkpoint.patches else {},
+        **_to_documents(checkpoint),
         "neighbours": checkpoint.network.neighbours.to_dict() if checkpoint.network.neighbours else {},
         "state_dict": {k: v.detach().cpu().contiguous() for k, v in checkpoint.network.state_dict().items()},
         **(extra or {}),
     }
     _write(path, document, replace=overwrite)
+
+
+def _to_documents(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what was measured of a checkpoint, for its file and for metadata; empty documents where it was not."""
+    measured = ((name, getattr(checkpoint, name)) for name in ("calibration", "baseline", "patches"))
+    return {name: value.to_dict() if value else {} for name, value in measured}
 
 
 def with_dropped_slots(checkpoint: Checkpoint, dropped: tuple[int, ...]) -> Checkpoint:
@@ -156,11 +160,7 @@ def _write(path: Path, document: dict[str, Any], *, replace: bool = True) -> Non
 
 
 def load(
-    path: Path,
-    *,
-    class_names: list[str] | None = None,
-    assumptions: Assumptions | None = None,
-    arch: str | None = None,
+    path: Path, *, class_names: list[str] | None = None, assumptions: Assumptions | None = None, arch: str | None = None
 ) -> Checkpoint:
     """Read a checkpoint in our format, the authors', or of another prototype network.
 
@@ -184,10 +184,8 @@ def load(
     elif arch is not None or (raw and all(isinstance(value, Tensor) for value in raw.values())):
         checkpoint = _load_foreign(path, raw, class_names, assumptions or Assumptions(), arch)
     else:
-        raise CheckpointError(
-            f"{path}: neither an opal-deploy checkpoint nor a bare OPAL state dict (found keys "
-            f"{', '.join(sorted(map(str, raw))[:8])}); give the file that training wrote, or only its state_dict"
-        )
+        found = ", ".join(sorted(map(str, raw))[:8])
+        raise CheckpointError(f"{path}: neither a checkpoint of ours nor a bare state dict (found keys {found})")
     checkpoint.source = {"file": path.name, "sha256": compute_sha256(path), **checkpoint.source}
     checkpoint.network.eval()
     return checkpoint
@@ -213,17 +211,12 @@ def read_class_names(path: Path) -> list[str]:
 
 
 def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -> Checkpoint:
+    advice = f"use opal-deploy {raw.get('version')}, which wrote it"
     if raw.get("schema") != SCHEMA:
-        raise CheckpointError(
-            f"{path}: checkpoint schema {raw.get('schema')!r} found, {SCHEMA} expected; "
-            f"use opal-deploy {raw.get('version')}, which wrote it"
-        )
+        raise CheckpointError(f"{path}: checkpoint schema {raw.get('schema')!r} found, {SCHEMA} expected; {advice}")
     try:
         if unknown := find_unknown_settings(raw["config"]):
-            raise CheckpointError(
-                f"{path}: its network has settings that this version does not know: {', '.join(unknown)}; "
-                f"use opal-deploy {raw.get('version')}, which wrote it"
-            )
+            raise CheckpointError(f"{path}: its network has unknown settings, {', '.join(unknown)}; {advice}")
         config = NetworkConfig.from_dict(raw["config"])
         stored_names, state = list(raw["class_names"]), dict(raw["state_dict"])
         check_checkpoint(raw)
@@ -239,9 +232,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, UsageError) as error:
         raise CheckpointError(f"{path}: damaged checkpoint ({error!r}); train or copy it again") from None
     if len(stored_names) != config.num_classes:
-        raise CheckpointError(
-            f"{path}: names {len(stored_names)} classes but its network has {config.num_classes}; train it again"
-        )
+        raise CheckpointError(f"{path}: {len(stored_names)} class names for a network of {config.num_classes} classes")
     network = OpalNetwork(config)
     state_dicts.load_exactly(network, state, _misfit(path, config))
     try:
@@ -295,10 +286,7 @@ def _misfit(path: Path, config: NetworkConfig) -> str:
 
 def _check_class_names(path: Path, names: list[str], num_classes: int) -> list[str]:
     if len(names) != num_classes:
-        raise CheckpointError(
-            f"{path}: {len(names)} class names for {num_classes} classes; "
-            "give one name per class, in the order of training"
-        )
+        raise CheckpointError(f"{path}: {len(names)} class names for {num_classes} classes; give one per class")
     return [str(name) for name in names]
 
 
@@ -329,13 +317,11 @@ def build_metadata(checkpoint: Checkpoint) -> Metadata:
         source=checkpoint.source,
         training={**checkpoint.training, **({"metrics": metrics} if metrics else {})},
         risk={"split": "val", **risk} if risk else {},
-        calibration=checkpoint.calibration.to_dict() if checkpoint.calibration else {},
         edits=checkpoint.edits,
         evaluation=checkpoint.evaluation,
         receptive_field=receptive_field.to_dict(),
-        baseline=checkpoint.baseline.to_dict() if checkpoint.baseline else {},
-        patches=checkpoint.patches.to_dict() if checkpoint.patches else {},
         keep_layers=network.config.keep_layers,
         outputs=network.list_outputs(),
+        **_to_documents(checkpoint),
         **linear,
     )

@@ -7,15 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from opal_deploy.artifact.documents import SHORT, AtLeastOne, Count, Distance, Number, check_document
-from opal_deploy.artifact.metadata import (
-    DISTANCES,
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    Channels,
-    Evidence,
-    Prototypes,
-    Side,
-)
+from opal_deploy.artifact.metadata import DISTANCES, IMAGENET_MEAN, IMAGENET_STD, Channels, Evidence, Prototypes, Side
 from opal_deploy.errors import UsageError
 
 if TYPE_CHECKING:
@@ -67,22 +59,13 @@ class HeadConfig:
         if self.plain and (self.projection or self.cws or self.anchors or self.pooling != "avg"):
             raise UsageError("the network's own classifier takes no projection, CWS, anchors or max pooling")
         if self.anchors and not self.projection:
-            raise UsageError(
-                "anchors without projection: anchors need the projection's K = C*m channels; switch the projection on "
-                "or the anchors off"
-            )
+            raise UsageError("anchors need a projection; switch the projection on, or the anchors off")
         if self.projection and self.cws and self.pooling == "max" and not self.anchors:
-            raise UsageError(
-                "projection, CWS and max pooling without anchors is not one of the paper's eleven variants; "
-                "switch the anchors on (OPAL) or one of the three off"
-            )
+            raise UsageError("projection, CWS and max pooling need anchors; switch them on, or one of the three off")
         if self.dropped and self.evidence != "exact":
             raise UsageError("only slots whose score comes from one cell can be dropped: max pooling and anchors")
         if self.anchors and self.distance == "kl" and not self.cws:
-            raise UsageError(
-                "distance kl without CWS: it takes the logarithm of the embedding, which can be negative without the "
-                "softmax; use CWS or another distance"
-            )
+            raise UsageError("distance kl takes logarithms, which need CWS; use CWS or another distance")
 
     @property
     def evidence(self) -> Evidence:
@@ -119,20 +102,14 @@ class HeadConfig:
 def require_stride(stride: int | None, keep_layers: bool) -> None:
     """Raise UsageError if all layers are to be kept without a stride."""
     if keep_layers and stride is None:
-        raise UsageError(
-            "--keep-layers without --stride: a network keeps all of its layers anyway; give --stride 16 or 8 for finer "
-            "cells, or leave --keep-layers out"
-        )
+        raise UsageError("--keep-layers: only with --stride 16 or 8, for finer cells; leave it out, or give both")
 
 
 def check_tiling(backbone: str, input_size: tuple[int, int], stride: int) -> None:
     """Raise UsageError unless cells of `stride` pixels tile an input of (H0, W0)."""
     height, width = input_size
     if height < stride or width < stride or height % stride or width % stride:
-        raise UsageError(
-            f"input size {height}x{width}: {backbone} needs multiples of its stride {stride}, "
-            "or cells would not tile the image"
-        )
+        raise UsageError(f"input size {height}x{width}: {backbone} needs multiples of its stride {stride}")
 
 
 # the paper's: a dense layer on average-pooled features, normalised to length 1 as in the authors' code
@@ -195,11 +172,7 @@ class NetworkConfig:
 
     @staticmethod
     def from_dict(raw: dict[str, Any]) -> NetworkConfig:
-        """Build the configuration that `to_dict` wrote, in this or an earlier version.
-
-        Raises:
-            ArtifactError: a value is missing, or not of the declared type.
-        """
+        """Build the configuration that `to_dict` wrote, in this or an earlier version; ArtifactError for any other."""
         return check_document(raw, NetworkConfig, "config")
 
 

@@ -27,6 +27,7 @@ _POOLING_NAMES = ("avgpool", "adaptive_avg_pool2d", "mean")
 _PROBE_SIZE = 448
 # not a multiple of 7: attention in windows of 7x7 cells refuses it
 _SECOND_SIZE = 480
+_ADVICE = "use a convolutional classifier such as resnet18"
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -76,10 +77,7 @@ def find_cut(
     last = _cut_at(names[end], shapes.get(end)) if isinstance(end, fx.Node) else None
     if last is None:
         shape = shapes.get(end) if isinstance(end, fx.Node) else "of several tensors"
-        raise UsageError(
-            f"backbone {name!r}: a {_PROBE_SIZE}-pixel input gives features {shape}, not a grid [N, D, H, W] of cells "
-            "that tile the image; use a network with padded convolutions, such as resnet18"
-        )
+        raise UsageError(f"backbone {name!r}: its features {shape} are no grid of cells that tile the image; {_ADVICE}")
     if stride is None or stride == last.stride:
         return last
     cuts = {
@@ -120,9 +118,7 @@ def extract_classifier(
     for placeholder in list(graph.nodes):
         if placeholder.op == "placeholder" and placeholder is not features:
             if placeholder.users:
-                raise UsageError(
-                    f"backbone {name!r}: its classifier needs more than the last feature map; use --head linear"
-                )
+                raise UsageError(f"backbone {name!r}: its classifier needs several feature maps; use --head linear")
             graph.erase_node(placeholder)
     return fx.GraphModule(tracer.root, graph)
 
@@ -135,8 +131,7 @@ def _check_sizes(name: str, model: nn.Module) -> None:
                 model(_empty_image(size))
         except Exception as error:  # the network's own: AssertionError, RuntimeError, ...
             raise UsageError(
-                f"backbone {name!r} takes only certain image sizes: it fails on {size}x{size} "
-                f"({first_line(error)}); use a convolutional network, such as resnet18"
+                f"backbone {name!r} fails on {size}x{size} images ({first_line(error)}); {_ADVICE}"
             ) from None
 
 
@@ -160,10 +155,7 @@ def _trace(name: str, model: nn.Module, tracer_options: Mapping[str, Any]) -> tu
     try:
         return tracer, tracer.trace(model)
     except Exception as error:  # the network's own code, run on symbols: TypeError, AssertionError, IndexError, ...
-        raise UsageError(
-            f"backbone {name!r}: its graph cannot be traced ({first_line(error)}) to find where to cut it; use a "
-            "convolutional classifier such as resnet18"
-        ) from None
+        raise UsageError(f"backbone {name!r}: its graph cannot be traced ({first_line(error)}); {_ADVICE}") from None
 
 
 def _find_pooling_input(name: str, names: list[str]) -> int:
@@ -171,10 +163,7 @@ def _find_pooling_input(name: str, names: list[str]) -> int:
     for index in range(len(names) - 1, 0, -1):
         if names[index].rsplit(".", 1)[-1] in _POOLING_NAMES:
             return index - 1
-    raise UsageError(
-        f"backbone {name!r} has no global pooling over a grid of cells; "
-        "use a convolutional classifier such as resnet18, efficientnet_v2_s or convnext_tiny"
-    )
+    raise UsageError(f"backbone {name!r} has no global pooling over a grid of cells; {_ADVICE}")
 
 
 def _bottlenecks(nodes: list[fx.Node], shapes: dict[fx.Node, list[int]]) -> Iterator[fx.Node]:

@@ -65,20 +65,9 @@ class OpalHead(nn.Module):
     """
 
     def __init__(
-        self,
-        num_features: int,
-        num_classes: int,
-        config: HeadConfig | None = None,
-        classifier: nn.Module | None = None,
+        self, num_features: int, num_classes: int, config: HeadConfig | None = None, classifier: nn.Module | None = None
     ) -> None:
-        """Build the head.
-
-        Args:
-            num_features: D.
-            num_classes: C.
-            config: of the head; None: the default one.
-            classifier: for the plain head only, see `backbones.build_classifier`.
-        """
+        """Build the head; `classifier` is for the plain head only, see `backbones.build_classifier`."""
         super().__init__()
         config = HeadConfig() if config is None else config
         if config.plain != (classifier is not None):

@@ -27,15 +27,9 @@ class OpalNetwork(nn.Module):
     """
 
     def __init__(self, config: NetworkConfig, *, weights: str | Path | Mapping[str, Tensor] | None = None) -> None:
-        """Build the network.
+        """Build the network; `weights` of the backbone are those of `backbones.load_weights`, or None for random ones.
 
-        Args:
-            config: of the network.
-            weights: of the backbone, see `backbones.load_weights`; None leaves them random.
-
-        Raises:
-            UsageError: see `backbones.build`, `backbones.build_classifier` and `Backbone.grid`.
-            CheckpointError: weights that do not fit.
+        Errors are those of `backbones`.
         """
         super().__init__()
         self.config = config

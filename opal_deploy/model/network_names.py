@@ -34,11 +34,7 @@ def list_torchvision_weights(name: str) -> list[str]:
 
 
 def check_network(name: str) -> None:
-    """Raise UsageError if a backbone's library has no network of its name.
-
-    Raises:
-        MissingExtra: the library is not installed.
-    """
+    """Raise UsageError if a backbone's library has no such network, MissingExtra if the library is not installed."""
     if name.startswith(TIMM_PREFIX):
         require("timm", "timm", "a timm backbone")
         title, network, names = "timm has no such network", split_timm_name(name)[0], list(_find_networks("timm"))

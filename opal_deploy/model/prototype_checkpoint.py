@@ -160,10 +160,7 @@ def _read_cabrnet(path: Path, state: dict[str, Tensor]) -> _Parts:
     except (AttributeError, KeyError, StopIteration, TypeError) as error:
         raise UsageError(f"{path}: not a model_arch.yml of CaBRNet with one extracted layer ({error!r})") from None
     if kind not in ("PIPNetClassifier", "ProtoPNetClassifier"):
-        raise UsageError(
-            f"{path}: {kind} cannot be exported; only PIPNetClassifier and ProtoPNetClassifier add up scores of single "
-            "cells"
-        )
+        raise UsageError(f"{path}: {kind} cannot be exported; expected PIPNetClassifier or ProtoPNetClassifier")
     weights, prototypes = state["classifier.last_layer.weight"], None
     config = LinearHeadConfig("softmax")
     if kind == "PIPNetClassifier":
@@ -206,9 +203,7 @@ def _build_add_on(document: Mapping[str, Any], channels: int, path: Path) -> nn.
         if name == "init_mode":
             continue
         if layer["type"] not in _ADD_ONS:
-            raise UsageError(
-                f"{path}: add-on layer {layer['type']} cannot be exported; known are {', '.join(_ADD_ONS)}"
-            )
+            raise UsageError(f"{path}: add-on layer {layer['type']} cannot be exported; known: {', '.join(_ADD_ONS)}")
         settings = dict(layer.get("params") or {})
         if layer["type"] == "Conv2d":
             settings["in_channels"] = settings.get("in_channels") or channels

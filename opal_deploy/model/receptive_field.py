@@ -115,11 +115,7 @@ class _FieldMode(TorchDispatchMode):
 
 
 def _propagate(func: Any, args: Any, operands: list[_Field], output: Tensor) -> _Field:
-    """Return the field of an operation's output.
-
-    Raises:
-        _UnboundedError: the operation neither keeps nor slides over cells.
-    """
+    """Return the field of an operation's output; _UnboundedError if it neither keeps nor slides over cells."""
     operation, field = func.overloadpacket, _unite(operands)
     if field.extent is None or operation in _VIEWS:
         return field
@@ -174,11 +170,7 @@ def _upsample(field: _Field, output: Tensor) -> _Field:
 
 
 def _unite(fields: list[_Field]) -> _Field:
-    """Return the union of the fields of maps that meet; a pooled one only sets `global_context`.
-
-    Raises:
-        _UnboundedError: the maps have cells of different sizes.
-    """
+    """Return the union of the fields of maps that meet, of one stride; a pooled one only sets `global_context`."""
     maps = [field for field in fields if field.extent is not None]
     if not maps:
         return fields[0]

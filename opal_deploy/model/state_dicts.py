@@ -24,11 +24,7 @@ _PICKLED_OBJECT = re.compile(r"GLOBAL (\S+)")
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Read a state dict (names to tensors) from a `.safetensors` file or a weights-only torch file.
-
-    Raises:
-        CheckpointError: not a state dict, or one that needs unsafe loading.
-    """
+    """Read a state dict (names to tensors) from a `.safetensors` or a weights-only torch file; else CheckpointError."""
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -41,11 +37,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
 
 
 def find_state_dict(raw: Any, origin: str) -> dict[str, Tensor]:
-    """Return the state dict that an object is, or holds as Lightning and most training scripts save it.
-
-    Raises:
-        CheckpointError: there is none; the message names `origin`.
-    """
+    """Return the state dict that an object is, or holds as Lightning saves it; else CheckpointError with `origin`."""
     raw = next((raw[key] for key in _NESTED if isinstance(raw, Mapping) and isinstance(raw.get(key), Mapping)), raw)
     if not isinstance(raw, Mapping) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in raw.items()):
         raise CheckpointError(f"{origin}: expected a state dict (names to tensors), found {type(raw).__name__}")
@@ -89,9 +81,7 @@ def load_torch_file(path: Path) -> Any:
             "only its tensors where it was made: torch.save(model.state_dict(), 'weights.pth')"
         ) from None
     except Exception as error:  # damaged bytes make torch's readers fail in any way: IndexError, struct.error, ...
-        raise CheckpointError(
-            f"{path}: not a readable PyTorch file ({first_line(error)}); copy or save it again"
-        ) from None
+        raise CheckpointError(f"{path}: not a readable PyTorch file ({first_line(error)}); save it again") from None
 
 
 def describe_key_errors(

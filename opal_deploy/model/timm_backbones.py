@@ -69,25 +69,15 @@ def get_pretrained_config(name: str, weights: str | None) -> PretrainedConfig:
 
 
 def default_weights(name: str) -> str:
-    """Return the tag in a name, or timm's default for the network.
-
-    Raises:
-        UsageError: timm has no such network, or no weights for it.
-    """
+    """Return the tag in a name, or timm's default for the network; UsageError without such a network or weights."""
     architecture, tag = find_architecture(name)
     if not _configs(architecture)[tag].has_weights:
-        raise UsageError(
-            f"{name}: timm has no weights for it; give --weights a file, or none to start from random ones"
-        )
+        raise UsageError(f"{name}: timm has no weights for it; give --weights a file, or none for random ones")
     return tag
 
 
 def download_weights(name: str, weights: str) -> tuple[dict[str, Tensor], str]:
-    """Return the weights of a tag, downloaded by timm if necessary, and their origin.
-
-    Raises:
-        UsageError: timm has no such tag, or the download failed.
-    """
+    """Return a tag's weights, downloaded if necessary, and their origin; UsageError for no such tag or a failure."""
     architecture, _ = find_architecture(name)
     configs = _configs(architecture)
     if weights not in configs or not configs[weights].has_weights:
@@ -176,10 +166,7 @@ class TokenNetwork:
         """Return the only cut there is: after the tokens."""
         own = self._tokens.stride
         if stride not in (None, own):
-            raise UsageError(
-                f"timm:{self._architecture}: a transformer has cells of {own} pixels only; leave --stride and "
-                "--keep-layers out"
-            )
+            raise UsageError(f"timm:{self._architecture}: its cells have {own} pixels; leave --stride out")
         return self._tokens
 
     def build_body(
@@ -199,10 +186,7 @@ class TokenNetwork:
 
     def build_classifier(self, num_classes: int, stride: int | None, device: str | torch.device) -> nn.Module:
         """Refuse: what follows the tokens takes no grid of cells."""
-        raise UsageError(
-            f"the plain head takes convolutional networks, and timm:{self._architecture} is a transformer; use "
-            "--head linear"
-        )
+        raise UsageError(f"the plain head takes no transformer such as timm:{self._architecture}; use --head linear")
 
     def fit_weights(self, network: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return a state dict in timm's names and for the network's image size, as timm's own filter makes it."""
@@ -226,9 +210,7 @@ class TokenNetwork:
                 model: nn.Module = create(self._architecture, num_classes=0, **size)
         except (TypeError, ValueError, AssertionError, RuntimeError) as error:
             wanted = "its own size" if input_size is None else "{}x{}".format(*input_size)
-            raise UsageError(
-                f"backbone timm:{self._architecture}: timm cannot build it for {wanted} ({first_line(error)})"
-            ) from None
+            raise UsageError(f"timm:{self._architecture}: not possible for {wanted} ({first_line(error)})") from None
         return model
 
 

@@ -51,11 +51,7 @@ def get_pretrained_config(name: str, weights: str | None) -> PretrainedConfig:
 
 
 def download_weights(name: str, weights: str) -> tuple[dict[str, Tensor], str]:
-    """Return torchvision's weights of a name (`DEFAULT`, `IMAGENET1K_V1`, ...), and their origin.
-
-    Raises:
-        UsageError: torchvision has no such weights, or the download failed.
-    """
+    """Return torchvision's weights of a name (`DEFAULT`, ...) and their origin; UsageError for none or a failure."""
     import torchvision
 
     check_weights(name, weights)

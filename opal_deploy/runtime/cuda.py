@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, require
-from opal_deploy.runtime.devices import NO_GPU_ADVICE, Driver, Gpu, is_importable, read_driver
+from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, is_installed, require
+from opal_deploy.runtime.devices import NO_GPU_ADVICE, Driver, Gpu, read_driver
 
 if TYPE_CHECKING:
     # `doctor` works without numpy
@@ -210,18 +210,16 @@ class Cuda:
     def _check(self, function: str, error: Any) -> None:
         """Raise the error of a call that failed."""
         if int(error) != 0:
-            failure = f"CUDA device {self.index}: {function} failed: {self._error_text(error)}"
+            text = _read_error(self._cuda, error)
+            failure = f"CUDA device {self.index}: {function} failed: {text}"
             if int(error) == _OUT_OF_MEMORY:
                 raise OutOfMemory(f"{failure}; free memory on that GPU")
             if int(error) == _UNAVAILABLE:
                 raise UsageError(
-                    f"device cuda:{self.index}: {self._error_text(error)}: its compute mode keeps this process out; "
+                    f"device cuda:{self.index}: {text}: its compute mode keeps this process out; "
                     "choose another --device, reset it (sudo nvidia-smi -c 0), or use --device cpu"
                 )
             raise StoppedEarly(f"{failure} ({int(error)}); see `opal-deploy doctor`")
-
-    def _error_text(self, error: Any) -> str:
-        return _read_error(self._cuda, error)
 
 
 def visible_driver() -> Driver:
@@ -231,7 +229,7 @@ def visible_driver() -> Driver:
     cuda-bindings is not installed.
     """
     driver = read_driver()
-    if not driver.gpus or not is_importable("cuda.bindings"):
+    if not driver.gpus or not is_installed("cuda.bindings"):
         return driver
     from cuda.bindings import runtime
 
@@ -266,7 +264,7 @@ def diagnose_gpu(driver: Driver) -> tuple[str, str]:
         names = ", ".join(gpu.name for gpu in gpus)
         return f"CUDA {needed} needs compute capability {oldest} or newer, and this is {names}", "use the CPU"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    error, text = start_cuda() if is_importable("cuda.bindings") else (0, "")
+    error, text = start_cuda() if is_installed("cuda.bindings") else (0, "")
     if visible is not None and (visible.strip() in ("", "-1", "NoDevFiles") or error == _NO_DEVICE):
         return f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES"
     if error:

@@ -128,10 +128,7 @@ class CudaOnnxSession(PipelineSession, OnnxSession):
         session = self._load([(CUDA, self._provider_options), CPU])
         providers = session.get_providers()
         if CUDA not in providers:
-            raise UsageError(
-                f"ONNX Runtime could not start on CUDA device {self._index} and fell back to {providers[0]}; "
-                "see `opal-deploy doctor`, or use --device cpu"
-            )
+            raise UsageError(f"ONNX Runtime does not start on CUDA device {self._index}; see `opal-deploy doctor`")
         return session
 
     def add_batch_size(self, size: int) -> None:

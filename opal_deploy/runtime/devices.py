@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import math
 import os
 from collections.abc import Callable
@@ -131,15 +130,6 @@ def default_workers(cores: int | None = None) -> int:
     return max(cores - 2, min(cores, 2))
 
 
-def is_importable(module: str) -> bool:
-    """Return whether a package is installed, without importing it; an empty folder left behind does not count."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return False
-    return spec is not None and spec.origin is not None
-
-
 @dataclass(frozen=True)
 class Gpu:
     """One GPU: its number from 0, the driver's name for it such as `NVIDIA H200`, and its compute capability.
@@ -234,11 +224,7 @@ class GpuSensors:
     """Clocks, power, temperature, utilisation and memory use of one GPU; `name` is the driver's name for it."""
 
     def __init__(self, index: int) -> None:
-        """Open a GPU by CUDA's number, with CUDA_VISIBLE_DEVICES applied.
-
-        Raises:
-            NvmlError: no driver, or no such GPU.
-        """
+        """Open a GPU by CUDA's number, with CUDA_VISIBLE_DEVICES applied; NvmlError without a driver or such a GPU."""
         import pynvml
 
         self._nvml = pynvml

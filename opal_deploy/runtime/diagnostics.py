@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from opal_deploy.errors import install_command
+from opal_deploy.errors import install_command, is_installed
 from opal_deploy.runtime.cuda import diagnose_gpu
-from opal_deploy.runtime.devices import Driver, is_importable
+from opal_deploy.runtime.devices import Driver
 
 # what inference may be required to run on
 RequiredDevice = Literal["cpu", "gpu", "any"]
@@ -128,9 +128,8 @@ def _inspect_onnxruntime(driver: Driver) -> list[RuntimeStatus]:
     if gpu is None:
         advice = install_command("gpu", instead_of="onnxruntime")
         return [first, RuntimeStatus("onnxruntime-gpu", None, problem="not installed", advice=advice)]
-    if broken:
-        problem, advice = broken, install_command("gpu", instead_of="onnxruntime-gpu")
-    else:
+    problem, advice = broken, install_command("gpu", instead_of="onnxruntime-gpu")
+    if not broken:
         problem, advice = _diagnose_cuda(report, driver)
     return [first, RuntimeStatus("onnxruntime-gpu", gpu, on_cpu, not problem, problem, advice, providers)]
 
@@ -142,7 +141,7 @@ def _distributions(name: str) -> tuple[str, str]:
 def tensorrt_version(name: str, module: str) -> str | None:
     """Return the version of `tensorrt` or `tensorrt-rtx` if all of its parts are installed, else None."""
     version = installed_version(*_distributions(name))
-    return version if version and all(is_importable(module + part) for part in _TENSORRT_PARTS) else None
+    return version if version and all(is_installed(module + part) for part in _TENSORRT_PARTS) else None
 
 
 def _inspect_tensorrt(name: str, module: str, extra: str, driver: Driver) -> RuntimeStatus:
@@ -158,7 +157,7 @@ def _inspect_tensorrt(name: str, module: str, extra: str, driver: Driver) -> Run
     if problem:
         without_gpu = "builds engines here" if name == "tensorrt-rtx" else "neither builds nor runs engines here"
         return RuntimeStatus(name, version, problem=f"{without_gpu}; {problem}", advice=advice)
-    if not is_importable("cuda.bindings"):
+    if not is_installed("cuda.bindings"):
         return RuntimeStatus(name, version, problem="its memory needs cuda-bindings, not installed", advice=install)
     return RuntimeStatus(name, version, gpu=True)
 

@@ -60,10 +60,7 @@ class EngineSession(PipelineSession):
         name = str(self.sidecar.builder["name"])
         kind, index = parse_device(device)
         if kind == "cpu":
-            raise UsageError(
-                f"{path}: engines run only on NVIDIA GPUs; on the CPU use {self.sidecar.onnx['file']} or the fp32 ONNX "
-                "file"
-            )
+            raise UsageError(f"{path}: engines run only on NVIDIA GPUs; on the CPU use {self.sidecar.onnx['file']}")
         driver = read_driver()
         if not driver.gpus:
             self._check_compatible(find_incompatibility(self.sidecar, None, driver, None))
@@ -124,19 +121,15 @@ class EngineSession(PipelineSession):
         if reason:
             bf16 = self.metadata.precision == "bf16"
             onnx = "the fp32 or fp16 ONNX file" if bf16 else self.sidecar.onnx["file"]
-            raise ArtifactError(
-                f"{self._path}: {reason}; run {onnx} instead, or rebuild on the target GPU with: {self._rebuild}"
-            )
+            raise ArtifactError(f"{self._path}: {reason}; run {onnx} instead, or rebuild it: {self._rebuild}")
 
     def _deserialize(self, content: bytes) -> tuple[Any, Any]:
         """Return the library's runtime and the engine, whose tensors are those that the metadata promises."""
         runtime = self._library.module.Runtime(self._logger)
         engine = attempt(self._logger, runtime.deserialize_cuda_engine, content)
         if engine is None:
-            raise ArtifactError(
-                f"{self._path}: {self._library.title} refuses the engine ({first_error(self._logger)}); rebuild it "
-                f"with: {self._rebuild}"
-            )
+            reason = f"{self._library.title} refuses it ({first_error(self._logger)})"
+            raise ArtifactError(f"{self._path}: {reason}; rebuild it with: {self._rebuild}")
         self._check_tensors(engine)
         return runtime, engine
 
@@ -219,13 +212,7 @@ class EngineKernels:
     """
 
     def __init__(
-        self,
-        cuda: Cuda,
-        engine: Any,
-        context: Any,
-        specs: dict[str, TensorSpec],
-        batch: BatchRange,
-        logger: Any,
+        self, cuda: Cuda, engine: Any, context: Any, specs: dict[str, TensorSpec], batch: BatchRange, logger: Any
     ) -> None:
         """Queue nothing yet; `logger` is the one that the library reports to."""
         self.record_graphs = False

@@ -65,12 +65,7 @@ class OnnxSession:
     batch_invariant = True
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        device: str = "auto",
-        threads: int | None = None,
-        check_digest: bool = True,
+        self, path: Path, *, device: str = "auto", threads: int | None = None, check_digest: bool = True
     ) -> None:
         """Load a file of `opal-deploy export`.
 
@@ -108,11 +103,7 @@ class OnnxSession:
         return f"CPU, {self.threads} threads"
 
     def _load(self, providers: list[Any]) -> Any:
-        """Return ONNX Runtime's session on the first of the providers.
-
-        Raises:
-            ArtifactError, UsageError: ONNX Runtime refuses the graph.
-        """
+        """Return ONNX Runtime's session on the first of the providers; ArtifactError or UsageError if it refuses."""
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -151,9 +142,7 @@ class OnnxSession:
                 raise OutOfMemory(f"{self._path}: no room for it ({reason}); free memory there") from None
             if providers[0] != CPU:
                 advice = find_gpu_problem() or "see `opal-deploy doctor`, or use --device cpu"
-                raise UsageError(
-                    f"{self._path}: ONNX Runtime cannot load it on {self._where()} ({reason}); {advice}"
-                ) from None
+                raise UsageError(f"{self._path}: does not load on {self._where()} ({reason}); {advice}") from None
             raise ArtifactError(f"{self._path}: ONNX Runtime refuses it ({reason}); export it again") from None
 
     def run(self, images: ImageBatch) -> Outputs:
@@ -223,11 +212,7 @@ def _has_cuda_provider() -> bool:
 
 
 def runs_on_cuda(device: str) -> bool:
-    """Return whether a device name means a GPU here.
-
-    Raises:
-        UsageError: not a device name, or without a GPU or an onnxruntime that can use it.
-    """
+    """Return whether a device name means a GPU here; UsageError for another name, no GPU, or no CUDA provider."""
     kind, _ = parse_device(device)
     if kind == "cpu" or (kind == "auto" and not cuda_is_usable()):
         return False

@@ -20,22 +20,6 @@ from opal_deploy.runtime.openvino_session import OpenvinoSession
 from opal_deploy.runtime.session import Session
 
 
-def _open_onnx(path: Path, device: str, threads: int | None, _cuda_graphs: bool) -> Session:
-    return open_onnx_session(path, device=device, threads=threads)
-
-
-def _open_openvino(path: Path, device: str, threads: int | None, _cuda_graphs: bool) -> Session:
-    return OpenvinoSession(path, device=device, threads=threads)
-
-
-def _open_engine(path: Path, device: str, _threads: int | None, cuda_graphs: bool) -> Session:
-    return EngineSession(path, device=device, cuda_graphs=cuda_graphs)
-
-
-def _read_engine(path: Path) -> Metadata:
-    return read_sidecar(path).metadata
-
-
 def _open_checkpoint(path: Path, device: str, threads: int | None, _cuda_graphs: bool) -> Session:
     require("torch", "train", "running a checkpoint")
     from opal_deploy.runtime.torch_session import TorchSession
@@ -67,11 +51,23 @@ class Runtime:
 
 
 RUNTIMES: dict[RuntimeName, Runtime] = {
-    "onnxruntime": Runtime("onnx", "an ONNX file", _open_onnx, onnx_file.read_metadata),
-    "openvino": Runtime("onnx", "an ONNX file", _open_openvino, onnx_file.read_metadata),
-    "tensorrt": Runtime("engine", "an engine", _open_engine, _read_engine),
+    "onnxruntime": Runtime(
+        "onnx", "an ONNX file",
+        lambda path, device, threads, _: open_onnx_session(path, device=device, threads=threads),
+        onnx_file.read_metadata,
+    ),
+    "openvino": Runtime(
+        "onnx", "an ONNX file",
+        lambda path, device, threads, _: OpenvinoSession(path, device=device, threads=threads),
+        onnx_file.read_metadata,
+    ),
+    "tensorrt": Runtime(
+        "engine", "an engine",
+        lambda path, device, _, graphs: EngineSession(path, device=device, cuda_graphs=graphs),
+        lambda path: read_sidecar(path).metadata,
+    ),
     "torch": Runtime("checkpoint", "a checkpoint (.pt)", _open_checkpoint, _read_checkpoint),
-}
+}  # fmt: skip
 # for `auto`: the first of a kind
 _BY_KIND = {runtime.kind: runtime for runtime in reversed(RUNTIMES.values())}
 _NO_BFLOAT16 = f"bf16 runs in OpenVINO ({install_command('openvino')}) and in engines"
@@ -141,10 +137,7 @@ def check_runtime(path: Path, runtime: RuntimeName) -> None:
     """Raise UsageError unless a runtime runs models of this suffix."""
     kind = model_kind(path)
     if kind is not None and runtime != "auto" and kind != RUNTIMES[runtime].kind:
-        raise UsageError(
-            f"{path}: {_BY_KIND[kind].file}, and --runtime {runtime} runs {RUNTIMES[runtime].file}; give such a model, "
-            "or leave out --runtime"
-        )
+        raise UsageError(f"{path}: --runtime {runtime} runs {RUNTIMES[runtime].file}, not {_BY_KIND[kind].file}")
 
 
 def find_newest_run(folder: Path, runtime: RuntimeName = "auto") -> Path | None:

@@ -131,8 +131,6 @@ def pinned(session: Session, images: ImageBatch) -> Iterator[None]:
 
 def check_batch(images: ImageBatch, metadata: Metadata) -> None:
     """Raise ValueError unless a batch is uint8 [N, H0, W0, 3] of the model's input size, N at least 1."""
-    expected = (*metadata.input_size, 3)
-    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != expected or not len(images):
-        raise ValueError(
-            f"images {images.dtype} {list(images.shape)}; expected uint8 [N, {expected[0]}, {expected[1]}, 3]"
-        )
+    height, width = metadata.input_size
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != (height, width, 3) or not len(images):
+        raise ValueError(f"images {images.dtype} {list(images.shape)}; expected uint8 [N, {height}, {width}, 3]")

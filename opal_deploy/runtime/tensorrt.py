@@ -80,9 +80,7 @@ def load(name: str, purpose: str) -> Bindings:
     try:
         module = importlib.import_module(MODULES[name])
     except Exception as error:  # a missing library is FileNotFoundError, OSError or ImportError
-        raise UsageError(
-            f"{TITLES[name]} is installed but does not load ({first_line(error)}); see `opal-deploy doctor`"
-        ) from None
+        raise UsageError(f"{TITLES[name]} does not load ({first_line(error)}); see `opal-deploy doctor`") from None
     return Bindings(name, module, str(module.__version__))
 
 

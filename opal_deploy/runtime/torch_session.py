@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import OUTPUT_SPECS, FloatArray, Outputs
-from opal_deploy.artifact.test_vectors import Reference
+from opal_deploy.artifact.test_vectors import Reference, find_top2_margin
 from opal_deploy.errors import OutOfMemory, StoppedEarly, UsageError, first_line
 from opal_deploy.model import checkpoint as checkpoints
 from opal_deploy.model.checkpoint import Checkpoint
@@ -50,7 +50,8 @@ class TorchSession:
 
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
-        return self.run_reference(images).outputs
+        check_batch(images, self.metadata)
+        return to_outputs(self._explain(self._normalise, images))
 
     @property
     def float32_runs(self) -> tuple[Callable[[ImageBatch], Outputs], ...]:
@@ -89,7 +90,8 @@ class TorchSession:
         """Return the outputs with the relative lead of each channel's best cell over its second."""
         check_batch(images, self.metadata)
         tensors = self._explain(self._normalise, images)
-        top2_margin = None if tensors.attention is None else _top2_margin(tensors.attention)
+        attention = tensors.attention
+        top2_margin = None if attention is None else find_top2_margin(attention.flatten(2).cpu().numpy())
         return Reference(images, to_outputs(tensors), top2_margin)
 
     def run_normalised(self, images: FloatArray) -> Outputs:
@@ -109,7 +111,7 @@ class TorchSession:
             raise _translate_error(error, len(images)) from None
 
     def _upload(self, images: NDArray[Any]) -> torch.Tensor:
-        return _to_tensor(images).to(self._device)
+        return to_tensor(images).to(self._device)
 
     def _normalise(self, images: ImageBatch, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the images on the device, normalised there by the arithmetic of `preprocess.resize.normalise`."""
@@ -118,7 +120,7 @@ class TorchSession:
         return pixels.div_(pixels.new_tensor(255.0)).sub_(self._mean.to(dtype)).div_(self._std.to(dtype))
 
 
-def _to_tensor(array: NDArray[Any]) -> torch.Tensor:
+def to_tensor(array: NDArray[Any]) -> torch.Tensor:
     """Return a tensor of an array, without a copy where PyTorch can share the memory."""
     return torch.from_numpy(np.require(array, requirements=["C", "W"]))
 
@@ -148,22 +150,8 @@ def _named(tensors: HeadOutputs, *, attention: bool) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in values.items() if tensor is not None}
 
 
-def _top2_margin(attention: torch.Tensor) -> FloatArray:
-    """Return [N, K]: (best - second) / best over the cells of each channel; infinite for a single cell."""
-    cells = attention.flatten(2)
-    if cells.shape[2] < 2:
-        return np.full(cells.shape[:2], np.inf, np.float32)
-    best = cells.topk(2, dim=2).values  # [N, K, 2]
-    margin: FloatArray = ((best[..., 0] - best[..., 1]) / best[..., 0].abs().clamp_min(1e-30)).float().cpu().numpy()
-    return margin
-
-
 def torch_device(name: str) -> torch.device:
-    """Return PyTorch's device for `auto`, `cpu`, `cuda` or `cuda:N`, a GPU's with its number.
-
-    Raises:
-        UsageError: not a device name, or a missing GPU.
-    """
+    """Return PyTorch's device for `auto`, `cpu`, `cuda` or `cuda:N`; UsageError for another name or a missing GPU."""
     kind, index = parse_device(name)
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")

@@ -18,15 +18,7 @@ import numpy as np
 from opal_deploy.artifact import onnx_file, test_vectors
 from opal_deploy.artifact.heads import find_contributions, find_strongest, to_norms
 from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata
-from opal_deploy.artifact.outputs import (
-    OUTPUT_SPECS,
-    PER_IMAGE,
-    FloatArray,
-    IntArray,
-    Outputs,
-    TopOutputs,
-    select_top,
-)
+from opal_deploy.artifact.outputs import OUTPUT_SPECS, PER_IMAGE, FloatArray, IntArray, Outputs, TopOutputs, select_top
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import VerificationError
 from opal_deploy.logs import Log, WarningLine, log_line

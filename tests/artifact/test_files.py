@@ -51,6 +51,8 @@ def test_a_failure_leaves_what_was_there_and_a_full_disk_is_one_line(tmp_path, e
     expected = UsageError if isinstance(error, OSError) else type(error)
     with pytest.raises(expected, match=rf"\A.*{error.strerror}.*\Z" if isinstance(error, OSError) else None):
         _fail_halfway(path, error)
+    with pytest.raises(expected):
+        _fail_halfway(tmp_path / "new" / "deep" / "f.bin", error)
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["f.bin"]
 
@@ -103,18 +105,13 @@ def test_what_is_not_a_file_is_not_replaced(tmp_path):
     assert pipe.is_fifo()
 
 
-def test_a_file_that_is_being_written_is_not_taken_for_one_that_was_left(tmp_path):
-    path = tmp_path / "best.pt"
-    with atomic_write(path) as temporary:
-        temporary.write_bytes(b"new")
-        remove_temporary_files(path)
-    assert path.read_bytes() == b"new"
-
-
 def test_only_what_killed_writers_of_this_file_left_is_removed(tmp_path):
     for name in (".best.pt.x1.part.pt", ".best.pt.part", ".other.pt.x1.part.pt", "best.pt"):
         (tmp_path / name).touch()
-    remove_temporary_files(tmp_path / "best.pt")
+    with atomic_write(tmp_path / "best.pt") as temporary:
+        temporary.write_bytes(b"new")
+        remove_temporary_files(tmp_path / "best.pt")
+    assert (tmp_path / "best.pt").read_bytes() == b"new"
     assert sorted(path.name for path in tmp_path.iterdir()) == [".best.pt.part", ".other.pt.x1.part.pt", "best.pt"]
 
 

@@ -74,10 +74,7 @@ def test_keys_that_are_missing_are_named_at_once(keys):
         Metadata.from_json(json.dumps(document), "m.onnx")
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[1]", pytest.param("[" * 100_000, id="deeply nested")],
-)
+@pytest.mark.parametrize("text", ["", "{", "[1]", pytest.param("[" * 100_000, id="deeply nested")])
 def test_what_is_no_json_object_is_refused(text):
     with pytest.raises(ArtifactError, match=r"m\.onnx"):
         Metadata.from_json(text, "m.onnx")

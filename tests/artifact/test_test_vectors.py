@@ -8,7 +8,7 @@ import pytest
 
 from opal_deploy.artifact import test_vectors
 from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.artifact.test_vectors import Reference
+from opal_deploy.artifact.test_vectors import Reference, find_top2_margin
 from opal_deploy.errors import ArtifactError
 
 RNG = np.random.default_rng(0)
@@ -30,6 +30,12 @@ def _assert_equal(one, other):
         return [None if array is None else (array.dtype, array.shape, array.tobytes()) for array in arrays]
 
     assert parts(one) == parts(other)
+
+
+def test_a_lead_is_relative_to_the_best_cell():
+    cells = np.array([[[0.25, 0.5, 0.375], [-4.0, -2.0, -3.0], [1.0, 1.0, 0.0]]], np.float32)
+    assert find_top2_margin(cells).tolist() == [[0.25, 0.5, 0.0]]
+    assert np.isinf(find_top2_margin(cells[..., :1])).all()
 
 
 SPECIAL = np.array([[np.inf, -np.inf, np.float32(1e-45), -0.0]] * 3, np.float32)

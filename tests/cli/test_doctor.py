@@ -34,7 +34,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(
             diagnostics, "installed_version", lambda *names: next((versions[n] for n in names if n in versions), None)
         )
-        monkeypatch.setattr(diagnostics, "is_importable", lambda module: module in modules)
+        monkeypatch.setattr(diagnostics, "is_installed", lambda module: module in modules)
         monkeypatch.setattr(diagnostics, "query_onnxruntime", lambda: answer)
         monkeypatch.setattr(cuda, "start_cuda", lambda: (0, "no error"))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

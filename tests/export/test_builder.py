@@ -48,8 +48,7 @@ def test_the_papers_backbones_parse_in_every_precision_and_build(rtx, backbone, 
         for sm in sms if precision in built else ():
             plan = parsed.build(replace(SM80, sm=sm), EngineOptions())
             # the weights are in it, in the precision of the graph
-            assert 0.95 * weights < len(plan.content) < 1.5 * weights + 2**20
-            assert plan.seconds > 0
+            assert 0.95 * weights < len(plan) < 1.5 * weights + 2**20
 
 
 def model_of(elem_type, in_shape, out_shape, *nodes):
@@ -81,7 +80,7 @@ def test_ctrl_c_ends_the_build_and_its_handler_is_put_back(small):
         small.build(SM80, EngineOptions(), press)
     assert signal.getsignal(signal.SIGINT) is before
     # the network can still be built afterwards
-    assert small.build(SM80, EngineOptions()).content
+    assert small.build(SM80, EngineOptions())
 
 
 def test_tf32_is_off(small):

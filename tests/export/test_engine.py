@@ -151,29 +151,15 @@ def _rename_classes(path):
     onnx_file.rewrite_metadata(path, replace(onnx_file.read_metadata(path), class_names=("w", "x", "y", "z")))
 
 
-def _fail_the_second_build(patch):
-    build_network = Network.build
+def test_what_was_there_stays_if_the_second_of_two_builds_gives_up(again, monkeypatch):
+    before, build_network = content(again.parent), Network.build
 
     def fail(self, target, *rest):
         if target.sm == "sm89":
             raise UsageError("could not build sm89")
         return build_network(self, target, *rest)
 
-    patch.setattr(Network, "build", fail)
-
-
-class TestFailures:
-    """One line, and what was there stays as it was."""
-
-    def test_what_was_there_stays_if_the_second_of_two_builds_gives_up(self, again, monkeypatch):
-        before = content(again.parent)
-        _fail_the_second_build(monkeypatch)
-        with pytest.raises(UsageError, match="sm89"):
-            build(again, None, "sm80", "sm89", rebuild=True)
-        assert content(again.parent) == before
-
-    def test_a_new_folder_for_a_file_that_fails_is_removed(self, source, monkeypatch):
-        _fail_the_second_build(monkeypatch)
-        with pytest.raises(UsageError, match="sm89"):
-            build(source, None, "sm89", folder=source.parent / "new" / "deep")
-        assert names(source.parent) == ["ckpt.onnx"]
+    monkeypatch.setattr(Network, "build", fail)
+    with pytest.raises(UsageError, match="sm89"):
+        build(again, None, "sm80", "sm89", rebuild=True)
+    assert content(again.parent) == before

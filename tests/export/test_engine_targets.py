@@ -43,8 +43,8 @@ UNBUILDABLE = {
     "no GPU at all": (RTX, NO_GPU, None, ["pentium"], "'pentium': unknown GPU"),
     "too old": (RTX, NO_GPU, None, ["sm70"], "sm70: .*builds for sm75"),
     "forced and not installed": (RTX, L4, "tensorrt", [], r"tensorrt-cu13.*opal-deploy\[trt\]"),
-    "forced, no GPU": (PROPER, NO_GPU, "tensorrt", [], "only for the GPU present, no NVIDIA"),
-    "forced, elsewhere": (BOTH, L4, "tensorrt", ["a100"], "only for the GPU present, NVIDIA L4"),
+    "forced, no GPU": (PROPER, NO_GPU, "tensorrt", [], "for the GPU present, no NVIDIA"),
+    "forced, elsewhere": (BOTH, L4, "tensorrt", ["a100"], "for the GPU present, NVIDIA L4"),
 }
 
 

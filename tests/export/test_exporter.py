@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto
-from PIL import Image
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.errors import UsageError
@@ -77,17 +75,8 @@ def test_a_checkpoint_that_is_named_like_a_precision_is_refused():
         plan_export(CheckpointSource(build_checkpoint(), Path("c.fp16.pt")), ExportOptions())
 
 
-@pytest.fixture(scope="module")
-def candidate():
-    return CheckpointSource(build_checkpoint(), Path("c.pt")).build_candidate(["fp32"], ExportOptions(threads=2))
-
-
-class TestPlaces:
-    def test_too_few_images_to_verify_on_are_refused(self, fp32, write_onnx, tmp_path):
-        folder = tmp_path / "images"
-        folder.mkdir()
-        for index in range(9):
-            Image.fromarray(np.zeros((20, 20, 3), np.uint8)).save(folder / f"{index}.png")
-        (folder / "broken.png").write_bytes(b"no image")
-        with pytest.raises(UsageError, match="9 readable images; verification needs at least 10"):
-            write_onnx(fp32, tmp_path / "c.fp16.onnx", "fp16", images=folder)
+def test_too_few_images_to_verify_on_are_refused(fp32, write_onnx, make_pictures, tmp_path):
+    make_pictures(tmp_path / "images", 9)
+    (tmp_path / "images" / "broken.png").write_bytes(b"no image")
+    with pytest.raises(UsageError, match="9 readable images; at least 10"):
+        write_onnx(fp32, tmp_path / "c.fp16.onnx", "fp16", images=tmp_path / "images")

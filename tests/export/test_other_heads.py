@@ -162,7 +162,7 @@ def test_a_prototype_is_dropped_for_all_classes_at_once(exported, opal):
     np.testing.assert_allclose(edited.run(images).logits, expected, rtol=1e-5, atol=2e-5)
     assert "1 slot dropped" in opal("inspect", "edited.onnx", cwd=folder).stderr
     error = one_line(opal("edit", "model_state.onnx", "--drop", "Gull/7", "--out", "x.onnx", cwd=folder))
-    assert "classes share prototypes; give a prototype's number" in error
+    assert "shared prototype's number" in error
 
 
 @pytest.mark.parametrize("exported", ["pip"], indirect=True)
@@ -228,7 +228,7 @@ def test_prototypes_that_are_cells_of_the_images_pass_the_gate(tmp_path, opal):
         ("protopnet:shufflenet_v2_x0_5", "last_layer.weight"),
         ("missing.yml", "YAML"),
         ("classes.txt.yml", "model_arch.yml of CaBRNet"),
-        ("pool/model_arch.yml", "scores of single cells"),
+        ("pool/model_arch.yml", "ProtoPoolClassifier"),
         ("cosine/model_arch.yml", "similarity CosineSimilarity"),
     ],
 )

@@ -77,7 +77,7 @@ class TestGraph:
     @needs_rtx
     def test_tensorrt_builds_it_smaller(self, rtx, for_engines):
         networks = [Network(rtx, model.SerializeToString(), "m") for model in for_engines]
-        before, after = (len(network.build(SM80, EngineOptions()).content) for network in networks)
+        before, after = (len(network.build(SM80, EngineOptions())) for network in networks)
         assert after < 0.45 * before
 
     def test_refinements_come_nearer_to_float(self, quantised, traced):
@@ -102,7 +102,7 @@ class TestGraph:
 
 class TestImages:
     def test_too_few_to_calibrate_with_are_refused(self, fp32, write_onnx, tmp_path):
-        with pytest.raises(UsageError, match=r"0 readable images to calibrate with .*at least 16 are needed"):
+        with pytest.raises(UsageError, match=r"0 readable images .*int8 needs 16"):
             write_onnx(fp32, tmp_path / "c.onnx", "int8", calibrate=tmp_path)
 
     @pytest.mark.data
@@ -141,7 +141,7 @@ class TestImages:
     def test_a_file_for_processors_runs_in_openvino_and_is_no_engine(self, cub_mini, tmp_path):
         checkpoint, path = build_checkpoint("resnet18", size=(64, 64)), tmp_path / "c.int8.onnx"
         export_onnx(checkpoint, path, "int8", calibrate=cub_mini / "images", verify=False)
-        with pytest.raises(UsageError, match=r"uint8 activations\), which TensorRT does not take"):
+        with pytest.raises(UsageError, match="uint8 activations"):
             export_engines(path, builder=TENSORRT_RTX, target="sm80")
         # more images than classes: OpenVINO has read constants by the image's place in the batch
         session, images = OpenvinoSession(path, threads=1), example_images(9, 64, 64)

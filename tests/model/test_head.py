@@ -42,12 +42,7 @@ class TestVariants:
             HeadConfig(**parts(row))
 
     def test_a_part_that_does_not_exist_is_refused(self):
-        wrong = (
-            {"pooling": "median"},
-            {"distance": "cosine"},
-            {"prototypes_per_class": 0},
-            {"distance": "kl", "cws": False},
-        )
+        wrong = {"pooling": "median"}, {"distance": "l4"}, {"prototypes_per_class": 0}, {"distance": "kl", "cws": False}
         for parts_of_head in wrong:
             with pytest.raises(UsageError):
                 HeadConfig(**parts_of_head)

@@ -45,8 +45,8 @@ def test_synchronised_batch_norm_keeps_the_activations_that_timm_puts_into_it():
 @pytest.mark.parametrize(
     ("name", "stride", "message"),
     [
-        ("vit_tiny_patch16_224", 8, "cells of 16 pixels only"), ("levit_128", None, "only certain image sizes"),
-        ("mambaout_femto", None, "not a grid"), ("hrnet_w18_small", 16, "has 32, 4, 2"),
+        ("vit_tiny_patch16_224", 8, "cells have 16 pixels"), ("levit_128", None, "fails on 448x448"),
+        ("mambaout_femto", None, "no grid"), ("hrnet_w18_small", 16, "has 32, 4, 2"),
         ("resnt18", None, "did you mean resnet18"), ("resnet18.a7_in1k", None, "it has a1_in1k"),
     ],
 )  # fmt: skip

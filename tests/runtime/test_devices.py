@@ -60,11 +60,7 @@ def test_a_library_that_is_not_found_does_not_keep_the_others_from_loading(monke
         ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "250000 100000"}, 2.5),
         ("0::/\n", {"cpu.max": "200000 100000"}, 2.0),
         ("0::/\n", {"cpu.max": "max 100000"}, None),
-        (
-            "3:memory:/x\n4:cpu,cpuacct:/x\n",
-            {"cpu/x/cpu.cfs_quota_us": "50000", "cpu/x/cpu.cfs_period_us": "100000"},
-            0.5,
-        ),
+        ("3:memory:/x\n4:cpu:/x\n", {"cpu/x/cpu.cfs_quota_us": "50000", "cpu/x/cpu.cfs_period_us": "100000"}, 0.5),
         ("4:cpu,cpuacct:/x\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
         (None, {}, None),
     ],

@@ -153,7 +153,7 @@ class TestFailures:
         with pytest.raises(UsageError, match=r"no room .* on NVIDIA L4: .*could not be allocated"):
             stand.open()
         stand.trt.refuse = "Version tag"
-        with pytest.raises(ArtifactError, match=r"\A.*refuses the engine \(Version tag.*--trt --rebuild.*\Z"):
+        with pytest.raises(ArtifactError, match=r"\A.*refuses it \(Version tag.*--trt --rebuild.*\Z"):
             stand.open()
 
     def test_the_cpu_is_no_device_for_an_engine(self, stand):
