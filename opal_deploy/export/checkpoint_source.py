@@ -32,7 +32,7 @@ from opal_deploy.artifact.metadata import InputKind, Metadata, Precision
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import UsageError
 from opal_deploy.export.candidate import ExportCandidate, Float64Comparison, SampledReference
-from opal_deploy.export.graph_edit import BODY_INPUT, BODY_OUTPUT, with_outputs
+from opal_deploy.export.graph_edit import BODY_INPUT, BODY_OUTPUT, strip_traces, with_outputs
 from opal_deploy.export.images import choose_images, run_in_batches
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.portable import IR_VERSION, OPSET, make_portable
@@ -203,10 +203,9 @@ def _clean(model: onnx.ModelProto, graph: ExportGraph) -> onnx.ModelProto:
     """Give outputs the contract's names, take markers from the outputs, and remove traces of the exporting machine."""
     final = {_PREFIX + name: name for name in (*graph.output_names, *graph.marker_names)}
     taken = set(final.values())
+    strip_traces(model)
+    del model.metadata_props[:]
     for node in model.graph.node:
-        # the tracer leaves stack traces with the exporting machine's paths in every node
-        del node.metadata_props[:]
-        node.doc_string = ""
         _rename(node.input, final, taken)
         _rename(node.output, final, taken)
     for value in model.graph.output:
@@ -216,10 +215,6 @@ def _clean(model: onnx.ModelProto, graph: ExportGraph) -> onnx.ModelProto:
     del model.graph.output[:]
     model.graph.output.extend(keep)
     del model.graph.value_info[:]
-    for part in (model, *model.graph.input, *model.graph.output, *model.graph.initializer):
-        del part.metadata_props[:]
-        part.doc_string = ""
-    model.graph.doc_string = ""
     model.graph.name = "opal"
     model.ir_version = IR_VERSION
     return model

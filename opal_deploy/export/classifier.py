@@ -84,8 +84,8 @@ def export_classifier(
     session = _open(with_outputs(model, [tail.logits]), options, name)
     grid = _measure_grid(model, tail, own, options, name)
     changed = _make_dynamic(model, own)
-    set_input(changed, own.size, channels_last=own.channels_last, kind=own.kind)
     changed = add_shares(changed, tail, grid)
+    set_input(changed, own.size, channels_last=own.channels_last, kind=own.kind)
     metadata = Metadata(
         tuple(names),
         MOST_REGIONS,

@@ -13,7 +13,6 @@ them, so the logits are the same bits.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -25,12 +24,13 @@ from onnx.reference import ReferenceEvaluator
 
 from opal_deploy.artifact.outputs import INPUT
 from opal_deploy.errors import UsageError
-from opal_deploy.export.graph_edit import GraphBuilder, producers
+from opal_deploy.export.graph_edit import GraphBuilder, producers, strip_traces
 
 Activation = Literal["softmax", "sigmoid", "none"]
 # classes whose cells a graph lists: the predicted one and the runner-up
 LISTED = 2
-_PREFIX = "shares_"
+# in front of the names of what is added, and of what was there
+_PREFIX, _OWN = "shares_", "own_"
 # nodes that change no value between the map and the logits
 _PASSED = {"Identity", "Dropout", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Cast", "Transpose"}
 _LOOPS = {"Loop", "Scan", "If"}
@@ -263,20 +263,21 @@ def _read_layer_norm(
 
 
 def add_shares(model: onnx.ModelProto, tail: Tail, grid: tuple[int, int]) -> onnx.ModelProto:
-    """Return a copy with the outputs `logits`, `share_classes` and `shares`, and the input `images`.
+    """Return a copy with the outputs `logits`, `share_classes` and `shares`; its own names begin with `own_`.
 
     Args:
         grid: (H, W) of the feature map.
     """
-    changed = copy.deepcopy(model)
+    # a classifier may have values and nodes of any names, such as `logits`
+    changed = onnx.compose.add_prefix(model, _OWN)
+    strip_traces(changed)
     graph = changed.graph
     cells, (count, channels) = grid[0] * grid[1], tail.weights.shape
-    # names of nodes stay those of earlier versions
-    builder = GraphBuilder(graph, _PREFIX, ("logits", "share_classes", "shares"), name_prefix=_PREFIX)
+    builder = GraphBuilder(graph, _PREFIX, ("logits", "share_classes", "shares"))
     constant, add = builder.constant, builder.node
 
     flat = constant("flat", np.array([-1, count], np.int64))
-    rows = add("Reshape", "logits_rows", tail.logits, flat)
+    rows = add("Reshape", "logits_rows", _OWN + tail.logits, flat)
     logits = add("Cast", "logits", rows, to=TensorProto.FLOAT)
     best = [_PREFIX + "best", _PREFIX + "ids"]
     k = constant("k", np.array([min(LISTED, count)], np.int64))
@@ -284,7 +285,7 @@ def add_shares(model: onnx.ModelProto, tail: Tail, grid: tuple[int, int]) -> onn
     add("Cast", "share_classes", best[1], to=TensorProto.INT32)
     weights = constant("weights", (tail.weights / cells).astype(np.float32))
     chosen = add("Gather", "chosen", weights, best[1], axis=0)  # [N, k, D]
-    features = add("Cast", "features", tail.features, to=TensorProto.FLOAT)
+    features = add("Cast", "features", _OWN + tail.features, to=TensorProto.FLOAT)
     if tail.channels_last:
         shape = constant("cells", np.array([0, cells, channels], np.int64))
         features = add("Transpose", "columns", add("Reshape", "rows", features, shape), perm=[0, 2, 1])
@@ -293,7 +294,7 @@ def add_shares(model: onnx.ModelProto, tail: Tail, grid: tuple[int, int]) -> onn
         features = add("Reshape", "columns", features, shape)
     shares = add("MatMul", "products", chosen, features)
     if tail.normalised:
-        vector = add("Cast", "vector", tail.normalised, to=TensorProto.FLOAT)
+        vector = add("Cast", "vector", _OWN + tail.normalised, to=TensorProto.FLOAT)
         vector = add("Reshape", "vector_rows", vector, constant("wide", np.array([-1, channels], np.int64)))
         averaging = constant("averaging", np.full((channels, 1), 1 / channels, np.float32))
         centred = add("Sub", "centred", vector, add("MatMul", "mean", vector, averaging))
@@ -324,15 +325,10 @@ def set_input(model: onnx.ModelProto, size: tuple[int, int], *, channels_last: b
     graph, known = model.graph, _constants(model)
     own = next(value for value in graph.input if value.name not in known)
     at, nodes = INPUT, []
-    inner = own.name if own.name != INPUT else f"{_PREFIX}input"
-    for node in graph.node if own.name == INPUT else ():
-        for place, name in enumerate(node.input):
-            if name == INPUT:
-                node.input[place] = inner
     if channels_last:
         nodes.append(helper.make_node("Transpose", [at], [f"{_PREFIX}last"], perm=[0, 2, 3, 1]))
         at = f"{_PREFIX}last"
-    nodes.append(helper.make_node("Cast", [at], [inner], to=kind))
+    nodes.append(helper.make_node("Cast", [at], [own.name], to=kind))
     old = list(graph.node)
     del graph.node[:], graph.input[:]
     graph.node.extend([*nodes, *old])

@@ -74,6 +74,14 @@ def projection_input(graph: onnx.GraphProto) -> str:
     return node.input[0] if node is not None and node.op_type == "Conv" else BODY_OUTPUT
 
 
+def strip_traces(model: onnx.ModelProto) -> None:
+    """Remove, in place, the stack traces with the exporting machine's paths that PyTorch leaves in every node."""
+    for part in (*model.graph.node, *model.graph.input, *model.graph.output, *model.graph.initializer):
+        del part.metadata_props[:]
+        part.doc_string = ""
+    model.doc_string = model.graph.doc_string = ""
+
+
 def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:
     """Return a copy of a model whose outputs are these values, whatever their types, without nodes that none needs."""
     changed, wanted = copy.deepcopy(model), list(names)
@@ -182,13 +190,10 @@ def _add_selection(graph: GraphBuilder, class_map: ClassMap, k: int) -> None:
 
 
 class GraphBuilder:
-    """Appends nodes and constants to a graph; values other than these outputs get a prefix.
+    """Appends nodes, named as their outputs, and constants to a graph; values other than these outputs get a prefix."""
 
-    A node is named as its output, after `name_prefix`.
-    """
-
-    def __init__(self, graph: onnx.GraphProto, prefix: str, outputs: Container[str], name_prefix: str = "") -> None:
-        self._graph, self._prefix, self._outputs, self._name_prefix = graph, prefix, outputs, name_prefix
+    def __init__(self, graph: onnx.GraphProto, prefix: str, outputs: Container[str]) -> None:
+        self._graph, self._prefix, self._outputs = graph, prefix, outputs
 
     def constant(self, name: str, value: np.ndarray[Any, Any]) -> str:
         """Add an initializer and return its name."""
@@ -198,7 +203,5 @@ class GraphBuilder:
     def node(self, operator: str, name: str, *inputs: str, **attributes: Any) -> str:
         """Add a node and return the name of its output."""
         output = name if name in self._outputs else self._prefix + name
-        self._graph.node.append(
-            helper.make_node(operator, inputs, [output], name=self._name_prefix + output, **attributes)
-        )
+        self._graph.node.append(helper.make_node(operator, inputs, [output], name=output, **attributes))
         return output
