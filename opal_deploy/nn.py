@@ -4,7 +4,8 @@
 >>> loss = opal_deploy.nn.cross_entropy(network(images), labels)  # doctest: +SKIP
 >>> opal_deploy.nn.save_checkpoint(network, class_names, "mine.pt")  # doctest: +SKIP
 
-`opal_deploy.export_model("mine.pt")` and every command take the file. Images are normalised, float32 [N, 3, H0, W0].
+`opal_deploy.export_model("mine.pt")` and every command take the file, and `opal_deploy.nn.load("mine.pt")` gives the
+network back, for Captum, Quantus or a loop of your own. Images are normalised, float32 [N, 3, H0, W0].
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = [
     "OpalNetwork",
     "build_network",
     "cross_entropy",
+    "load",
     "save_checkpoint",
 ]
 
@@ -72,6 +74,19 @@ def build_network(
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross-entropy, in nats, of 10 times the logits [N, C]; labels are int64 [N]."""
     return torch.nn.functional.cross_entropy(LOGIT_SCALE * logits, labels)
+
+
+def load(path: StrPath, *, device: str = "cpu") -> OpalNetwork:
+    """Return the network of a checkpoint, in evaluation mode; it maps normalised images to logits, float32 [N, C].
+
+    Args:
+        path: of this trainer (best.pt), of `save_checkpoint`, or of the authors' repository.
+        device: as torch names it, such as `cuda`.
+
+    Raises:
+        UsageError: no such file. CheckpointError: it is damaged, or of another kind.
+    """
+    return checkpoint.load(Path(path)).network.to(device).eval()
 
 
 def save_checkpoint(network: OpalNetwork, class_names: Sequence[str], path: StrPath) -> Path:

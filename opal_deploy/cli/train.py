@@ -72,6 +72,10 @@ def _print_result(result: TrainResult) -> None:
             f"Test accuracy: {result.test.accuracy:.1%} on {result.test.images} images"
             + ("" if collapse is None else f", spatial prototype collapse {collapse:.1%}")
         )
+    if result.apart is not None:
+        print_message(
+            f"Without near copies of training images: {result.apart.accuracy:.1%} on {result.apart.images} images"
+        )
     print_message(f"Calibration: {result.calibration.describe()}")
     for line in result.rates:
         print_message(line)

@@ -15,7 +15,7 @@ from opal_deploy.errors import require
 from opal_deploy.logs import WarningLine, as_progress
 from opal_deploy.model.network_names import check_weights
 from opal_deploy.options import StrPath, keywords
-from opal_deploy.train.options import TrainOptions, load_recipe, resolve
+from opal_deploy.train.options import TrainOptions, load_recipe, resolve, resolve_plain
 from opal_deploy.train.run_directory import TrainResult, TrainRunDirectory
 
 # classes are called unbalanced from this ratio of the most to the fewest training images on
@@ -71,6 +71,7 @@ def train_model(data: StrPath, options: Mapping[str, Any]) -> TrainResult:
         root, resolved.dataset, needs_validation=needs_validation, progress=as_progress(resolved.progress)
     )
     labelled = labelled if resolved.boxes else labelled.without_crops()
+    plain = resolve_plain(load_recipe(recipe), options) if resolved.compare else None
     # takes seconds, since it imports torch: after all that can be refused without
     from opal_deploy.train.loop import fit
 
@@ -79,7 +80,25 @@ def train_model(data: StrPath, options: Mapping[str, Any]) -> TrainResult:
         for line in [*labelled.warnings, *balance]:
             resolved.log(WarningLine(f"warning: {line}"))
         resolved.log(f"recipe {recipe}; read as {labelled.describe()}")
-    return fit(labelled, resolved)
+    result = fit(labelled, resolved)
+    if plain is not None:
+        resolved.log("fine-tuning the network's own classifier, to compare")
+        held_out = read_dataset(root, resolved.dataset, progress=as_progress(resolved.progress))
+        held_out = held_out if resolved.boxes else held_out.without_crops()
+        other = fit(held_out, replace(plain, out=run_dir.plain))
+        resolved.log(describe_comparison(result, other))
+    return result
+
+
+def describe_comparison(result: TrainResult, plain: TrainResult) -> str:
+    """Return a line on the accuracy of the network's own classifier, without explanation, and that of a run."""
+    split, own, other = "validation", result.val, plain.val
+    if result.test is not None and plain.test is not None:
+        split, own, other = "test", result.test, plain.test
+    return (
+        f"the network's own classifier, fine-tuned, without explanation: {other.accuracy:.1%} of {other.images:,} "
+        f"{split} images; with explanation: {own.accuracy:.1%} of {own.images:,} ({plain.best})"
+    )
 
 
 def is_main_process() -> bool:

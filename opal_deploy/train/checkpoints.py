@@ -48,6 +48,7 @@ from opal_deploy.train.network import Run
 from opal_deploy.train.out_of_fold import OutOfFold
 from opal_deploy.train.run_directory import (
     RESUME_ADVICE,
+    Apart,
     EpochRecord,
     TrainResult,
     TrainRunDirectory,
@@ -124,6 +125,7 @@ class Measurements:
 
     val: Evaluation  # on the validation split, or out of fold
     test: Evaluation | None
+    apart: Apart | None  # of the test images that are no near copies of training images
     classes: list[ClassCounts]  # answers per class on the test split, or on the validation split without one
     calibration: Calibration  # fitted to the validation split
     # only of the process that writes the checkpoint
@@ -135,7 +137,8 @@ class Measurements:
     @property
     def metrics(self) -> dict[str, Any]:
         """The metrics of both splits, as the checkpoint keeps them."""
-        return {**self.val.to_dict("val"), **(self.test.to_dict("test") if self.test else {})}
+        apart = {} if self.apart is None else {f"test_{key}_apart": value for key, value in asdict(self.apart).items()}
+        return {**self.val.to_dict("val"), **(self.test.to_dict("test") if self.test else {}), **apart}
 
 
 @dataclass
@@ -187,7 +190,8 @@ class RunWriter:
             else:
                 assert self.loaders.val is not None  # without out-of-fold answers
                 outputs = predict(self.network, self.loaders.val, run.fabric, progress=run.progress)
-            val, calibration, test = outputs.compute_metrics(class_map), calibrate(outputs.logits, outputs.labels), None
+            test = apart = None
+            val, calibration = outputs.compute_metrics(class_map), calibrate(outputs.logits, outputs.labels)
             if answers is not None:
                 calibration = replace(calibration, split="out-of-fold")
             # only the process that writes them measures them, on a bounded number of images
@@ -195,9 +199,12 @@ class RunWriter:
             if self.loaders.test is not None:
                 outputs = predict(self.network, self.loaders.test, run.fabric, progress=run.progress)
                 test = outputs.compute_metrics(class_map)
+                if (copied := self.loaders.copied) is not None and 0 < copied.sum() < len(copied):
+                    right = (outputs.logits.argmax(axis=1) == outputs.labels)[~copied]
+                    apart = Apart(len(right), float(right.mean()))
             classes = count_by_class(outputs.logits, outputs.labels, run.data.class_names)
         machine.set_tf32(run.options.tf32)
-        measured = Measurements(val, test, classes, calibration, **own)
+        measured = Measurements(val, test, apart, classes, calibration, **own)
         self.measured = epoch, measured
         return measured
 
@@ -273,9 +280,10 @@ class RunWriter:
             with stop_when_full():
                 write_json(run_dir.summary, summary)
         self.run.fabric.barrier()
+        rates = [*describe_supported_rates(measured.val.risk or {}, measured.baseline)]
         return TrainResult(
-            run_dir.best, state.best[0], records, measured.val, measured.test, measured.calibration, run_dir.last,
-            self.config, measured.classes, [*describe_supported_rates(measured.val.risk or {}, measured.baseline)],
+            run_dir.best, state.best[0], records, measured.val, measured.test, measured.apart, measured.calibration,
+            run_dir.last, self.config, measured.classes, rates,
         )  # fmt: skip
 
     def _save(self, path: Path, metrics: dict[str, Any], content: dict[str, Any], **measurements: Any) -> None:

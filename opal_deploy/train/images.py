@@ -25,7 +25,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from opal_deploy.datasets.samples import DataSet, Sample, shorten_list
+from opal_deploy.datasets.near_copies import MAX_IMAGES, THUMBNAIL, find_near_copies, make_thumbnail
+from opal_deploy.datasets.samples import DataSet, Sample, display_path, pluralize, shorten_list
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.evaluation.inputs import annotate
 from opal_deploy.logs import Log, Progress, WarningLine
@@ -64,6 +65,7 @@ class TrainImages(Dataset[ImageItem]):
     regions: Sequence[Sequence[Box]] | None = None
     seed: int = 0  # of the augmentation
     pixels: NDArray[np.uint8] | None = None  # the resized images [N, H1, W1, 3 or 4], if they are kept in memory
+    thumbnails: NDArray[np.float32] | None = None  # [N, 768], where near copies are looked for, see `near_copies`
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -129,6 +131,8 @@ def read_images(
     """
     rank, size = (0, 1) if keep or fabric is None else (fabric.global_rank, fabric.world_size)
     pixels = np.empty((len(images), *images.shape), np.uint8) if keep else None
+    alone = fabric is None or fabric.world_size == 1
+    thumbnails = np.empty((len(images), THUMBNAIL), np.float32) if alone and len(images) <= MAX_IMAGES else None
     problems: dict[int, str] = {}
 
     def read(index: int) -> None:
@@ -136,6 +140,8 @@ def read_images(
             resized = images.load(index)
             if pixels is not None:
                 pixels[index] = resized
+            if thumbnails is not None:
+                thumbnails[index] = make_thumbnail(resized)
         except ImageError as error:
             problems[index] = f"{images.samples[index].path} ({error})"
 
@@ -143,7 +149,7 @@ def read_images(
         for done, _ in enumerate(pool.map(read, range(rank, len(images), size)), 1):
             progress(done, len(images), "reading images")
     problems = {index: text for share in machine.gather(fabric, problems) for index, text in share.items()}
-    images = replace(images, pixels=pixels)
+    images = replace(images, pixels=pixels, thumbnails=thumbnails)
     if problems:
         kept, regions = [index for index in range(len(images)) if index not in problems], images.regions
         images = replace(
@@ -151,6 +157,7 @@ def read_images(
             samples=[images.samples[index] for index in kept],
             regions=None if regions is None else [regions[index] for index in kept],
             pixels=None if pixels is None else pixels[kept],
+            thumbnails=None if thumbnails is None else thumbnails[kept],
         )
     return images, [problems[index] for index in sorted(problems)]
 
@@ -226,11 +233,15 @@ def _collate(items: list[ImageItem]) -> tuple[Tensor, Tensor]:
 
 
 class Loaders(NamedTuple):
-    """This process's batches of each split; `val` and `test` are None without one."""
+    """This process's batches of each split; `val` and `test` are None without one.
+
+    `copied` says which test images are near copies of training images, bool [N]; None where they were not looked for.
+    """
 
     train: Batches
     val: Batches | None
     test: Batches | None
+    copied: NDArray[np.bool_] | None
 
 
 def prepare_images(
@@ -273,6 +284,16 @@ def prepare_images(
             f"batches of {batch_size} from {len(train)} images over {fabric.world_size} process(es): "
             "each needs at least 2 images; give a larger --batch-size, or start fewer processes"
         )
+    copies = {name: _find_copies(train, split) for name, split in (("validation", val), ("test", test))}
+    for name, pairs in copies.items():
+        if pairs:
+            names = [" = ".join(display_path(sample.path, data.root) for sample in pair) for pair in pairs.values()]
+            log(WarningLine(
+                f"warning: {pluralize(len(pairs), 'near copy', 'near copies')} of training images among the {name} "
+                "images (saved again, resized, or of one burst), which flatters the accuracy; "
+                f"keep copies in one split: {shorten_list(names)}"
+            ))  # fmt: skip
+    copied = None if test.thumbnails is None else np.isin(np.arange(len(test)), [*copies["test"]])
     data = replace(data, train=train.samples, val=val.samples, test=test.samples)
     share = fabric.global_rank, fabric.world_size
     workers = machine.default_num_workers(fabric.device, cached) if options.workers is None else options.workers
@@ -281,8 +302,17 @@ def prepare_images(
         Batches(train, batch_size, shuffle_seed=options.seed, workers=workers, share=share),
         Batches(val, EVALUATION_BATCH, workers=0 if cached else workers, share=share) if len(val) else None,
         Batches(test, EVALUATION_BATCH, workers=once, share=share) if len(test) else None,
+        copied,
     )
     return data, loaders, {"workers": workers, "cached": cached}
+
+
+def _find_copies(train: TrainImages, other: TrainImages) -> dict[int, tuple[Sample, Sample]]:
+    """Return the near copies of training images in another split, each with the training image, by position."""
+    if train.thumbnails is None or other.thumbnails is None:
+        return {}
+    nearest = find_near_copies(train.thumbnails, other.thumbnails).tolist()
+    return {here: (other.samples[here], train.samples[there]) for here, there in enumerate(nearest) if there >= 0}
 
 
 def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:

@@ -33,7 +33,7 @@ from opal_deploy.options import Option, Options, StrPath, option_fields, parse_s
 from opal_deploy.runtime.devices import parse_device
 
 # options of one call, which recipes do not have
-_CALL_OPTIONS = frozenset(("recipe", "out", "resume", "overwrite", "log", "progress"))
+_CALL_OPTIONS = frozenset(("recipe", "out", "resume", "overwrite", "compare", "log", "progress"))
 _DATA_OPTIONS = frozenset(("dataset", "boxes"))
 # parts of the OPAL head
 _HEAD_OPTIONS = frozenset(("projection", "cws", "pooling", "anchors", "prototypes", "distance"))
@@ -170,6 +170,8 @@ class TrainOptions(Options):
     out: Annotated[StrPath | None, Option("Run directory.", default="runs/<name of DATA>", cli=Path)] = None
     resume: Annotated[bool, Option("Resume the run in --out with its own options, or start one.")] = False
     overwrite: Annotated[bool, Option("Replace the run in --out.")] = False
+    compare: Annotated[bool, Option(
+        "Then fine-tune the network's own classifier on the same images, into plain/ of the run, and compare.")] = False
     log: Log = log_line
     progress: ProgressChoice | None = None
     # fmt: on
@@ -336,6 +338,13 @@ def resolve(recipe: Mapping[str, Any], options: Mapping[str, Any]) -> TrainOptio
     resolved = TrainOptions(**merged)
     resolved.check()
     return resolved
+
+
+def resolve_plain(recipe: Mapping[str, Any], options: Mapping[str, Any]) -> TrainOptions:
+    """Return the options by which a run of these options is compared with the network's own classifier, fine-tuned."""
+    meant_for_slots = _HEAD_OPTIONS | {"epochs", "stride", "keep_layers", "adversarial", "keep_off", "background"}
+    given = {name: value for name, value in options.items() if name not in meant_for_slots}
+    return resolve(recipe, {**given, "head": "plain", "start_from": None, "resume": not options.get("overwrite")})
 
 
 def default_weights(name: str) -> str:

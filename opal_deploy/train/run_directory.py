@@ -77,6 +77,17 @@ class EpochRecord:
 
 
 @dataclass(frozen=True)
+class Apart:
+    """The answers to the test images that are no near copies of training images: how many, and the share of right ones.
+
+    A test image that is one says little about images that are not.
+    """
+
+    images: int
+    accuracy: float
+
+
+@dataclass(frozen=True)
 class TrainResult:
     """The outcome of a run.
 
@@ -86,6 +97,7 @@ class TrainResult:
         epochs: one record per epoch, and one of epoch 0 if the head was fitted first.
         val: metrics of the best weights on the validation split.
         test: metrics of the best weights on the test split; None where the data set has none.
+        apart: of the test images that are no near copies of training images; None where all or none are.
         calibration: calibration of the best weights on the validation split.
         last: the checkpoint of the last epoch.
         config: the content of config.json: options, data set, weights, versions.
@@ -98,6 +110,7 @@ class TrainResult:
     epochs: list[EpochRecord]
     val: Evaluation
     test: Evaluation | None
+    apart: Apart | None
     calibration: Calibration
     last: Path
     config: dict[str, Any]
@@ -127,6 +140,7 @@ class TrainRunDirectory:
         self.best, self.last, self.metrics = root / "best.pt", root / "last.pt", root / "metrics.csv"
         self.config, self.summary, self.recipe = root / "config.json", root / "summary.json", root / "recipe.toml"
         self.tensorboard, self.answers = root / "tensorboard", root / "answers.csv"
+        self.plain = root / "plain"  # of `--compare`
 
     def check(self, *, may_hold_run: bool) -> None:
         """Raise UsageError if the directory cannot be written to, or holds a run although it may not."""

@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from opal_deploy import train_model
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import PATHS, find_root
 from opal_deploy.errors import StoppedEarly, UsageError
@@ -150,6 +152,20 @@ def test_lowest_validation_loss_wins_without_test_images_too(squares, tmp_path, 
     assert checkpoint.load(tmp_path / "last.pt").metrics["epoch"] == 4
 
 
+def test_near_copies_of_training_images_are_named_and_the_others_measured_apart(write_squares, tmp_path):
+    root = write_squares(tmp_path / "data", {"train": (6, 6, 6), "val": (2, 2, 2), "test": (2, 2, 2)})
+    for name in ("blue", "green"):
+        with Image.open(root / "train" / name / "03.png") as image:
+            image.save(root / "test" / name / "again.jpg", quality=95)
+    lines = []
+    result = fit(read_dataset(root), replace(OPTIONS, epochs=1), tmp_path / "out", log=lines.append)
+    (line,) = [line for line in lines if "near copies" in line]
+    assert "2 near copies" in line
+    assert "test/blue/again.jpg = train/blue/03.png, test/green/again.jpg = train/green/03.png" in line
+    assert (result.test.images, result.apart.images) == (8, 6)
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["test_accuracy_apart"] == result.apart.accuracy
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"device": "cuda:99"}, "CUDA GPU|no NVIDIA driver"), ({"batch_size": 1}, "at least 2 images")],
@@ -238,3 +254,13 @@ def test_every_step_normalises_as_the_network_says(squares):
     evaluate(network, Batches(images, 1))
     pixels = torch.tensor(images[(0, 0)][0]).permute(2, 0, 1) / 255
     torch.testing.assert_close(seen[-1][0], (pixels - 0.5) / torch.tensor([0.25, 0.5, 1.0]).view(3, 1, 1))
+
+
+def test_compare_fine_tunes_the_networks_own_classifier_on_the_same_images(squares, tmp_path):
+    lines, out = [], tmp_path / "run"
+    options = {"backbone": SMALL_BACKBONE, "weights": "none", "size": 64, "device": "cpu", "prototypes": 2}
+    result = train_model(squares.root, epochs=1, minutes=5, out=out, compare=True, log=lines.append, **options)
+    plain = checkpoint.load(out / "plain" / "best.pt")
+    assert (plain.network.config.head.evidence, plain.training["data"]["train"]) == ("none", 24)
+    assert "own classifier, fine-tuned, without explanation" in lines[-1]
+    assert f"with explanation: {result.test.accuracy:.1%} of 9" in lines[-1]
