@@ -92,7 +92,7 @@ def test_each_stride_and_head_of_a_backbone_is_a_network_of_its_own():
         for cells in ("stride 32", "stride 16, all layers")
         for head in ("linear", "opal")
     ]
-    with pytest.raises(UsageError, match="classifier"):
+    with pytest.raises(UsageError, match="plain head"):
         build_networks(replace(TINY, stride=(16,), head="plain"))
 
 

@@ -42,7 +42,8 @@ def test_no_epochs_leave_the_backbone_as_it_was_and_a_head_that_answers(fitted, 
     # a third by chance
     assert result.epochs[0].train_accuracy > 0.9
     assert result.test.accuracy > 0.7
-    plain, _, frozen = lines
+    cost, plain, _, frozen = lines
+    assert "best.pt in about " in cost
     assert plain.startswith("a logistic regression ")
     assert frozen.startswith("frozen network, fitted head: training loss ")
     summary = json.loads((result.best.parent / "summary.json").read_text())

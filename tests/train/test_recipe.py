@@ -41,7 +41,7 @@ def test_head_options_make_the_papers_variants():
     assert head(cws=False, anchors=False).evidence == "none"
     assert head(prototypes=3, distance="kl") == HeadConfig(prototypes_per_class=3, distance="kl")
     for given, message in (
-        ({"anchors": False}, "eleven"),
+        ({"anchors": False}, "need anchors"),
         ({"head": "linear", "prototypes": 3, "cws": False}, "cws, prototypes"),
     ):
         with pytest.raises(UsageError, match=message):

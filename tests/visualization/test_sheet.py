@@ -47,7 +47,7 @@ def draw(
     head = {"distance": distance, "epsilon": 1e-8, "dropped": list(dropped)}
     metadata = Metadata(labels, m, head, "exact", "resnet18", GRID, (224, 224), patches=patches or {})
     geometry = Geometry(*size, crop or (0, 0, *size))
-    (record,) = build_records([ImageInfo(image, geometry, label=label)], outputs, metadata, top=2, **options)
+    (record,) = build_records([ImageInfo(image, geometry, {"label": label})], outputs, metadata, top=2, **options)
     record = record if status is None else replace_struct(record, status=status)
     other = None
     if len(record.top) > 1:

@@ -124,6 +124,7 @@ def test_each_order_pages_through_all_images(open_page, report):
     expect(page.locator("#typical")).to_be_hidden()
     assert names(page)[0] == "birds/59.jpg"
     page.click("#next")
+    expect(page.locator("#found")).to_have_text("62 images, 49 to 62 shown")
     assert names(page)[-2:] == ["birds/bad.jpg", "birds/none.jpg"]
     assert image_widths(page) == [300] * 12
     page.locator("button[type=reset]").dispatch_event("click")
