@@ -120,6 +120,7 @@ class TestImages:
         assert len({path.parent for path in judged}) == 10
 
     @pytest.mark.data
+    @pytest.mark.slow
     def test_a_network_that_int8_ruins_is_quantised_less(self, cub_mini, tmp_path):
         checkpoint = build_checkpoint("resnet18", size=(64, 64))
         norms = checkpoint.network.named_modules()

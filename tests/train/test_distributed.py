@@ -81,6 +81,7 @@ def test_two_processes_train_as_one_does(opal, folder, tmp_path):
     assert (weights[0] - weights[1]).abs().max() < 0.05 * moved
 
 
+@pytest.mark.slow
 def test_the_weights_that_are_saved_are_those_that_are_judged(folder, tmp_path):
     """Batch statistics differ between processes without a common batch norm; one process's are saved."""
     batch_norm = ("--backbone", SMALL_BACKBONE, "--lr", "0.01", "--epochs", "1", "--head-steps", "5")
