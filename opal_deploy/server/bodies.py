@@ -15,7 +15,6 @@ import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from http import HTTPStatus
 from math import prod
 from types import GenericAlias
@@ -148,12 +147,16 @@ def _too_large(limit: int) -> HTTPException:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An input or output of a model: UINT8, INT32, FP32 or BYTES; -1 in the shape stands for any size."""
+    """An input or output of a model: UINT8, INT32, FP32 or BYTES; -1 in the shape stands for any size.
+
+    JSON, which is text, has the bytes of a file in base64, whether or not the request says so.
+    """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     optional: bool = False
+    is_file: bool = False
 
     def __str__(self) -> str:
         """Return datatype and shape."""
@@ -328,10 +331,15 @@ def _parse_json_tensor(raw: _Input, spec: TensorSpec, shape: tuple[int, ...]) ->
             raise ValueError(f"shape {list(array.shape)}")
         if spec.datatype != "BYTES":
             return array
-        decode = partial(base64.b64decode, validate=True) if raw.parameters.content_type == "base64" else str.encode
-        return [decode(text) for text in array.ravel().tolist()]
+        is_base64 = spec.is_file or raw.parameters.content_type == "base64"
+        return [_decode_base64(text) if is_base64 else text.encode() for text in array.ravel().tolist()]
     except ValueError as error:
         raise spec.refuse(f"data does not fit {spec.datatype} {list(shape)}: {str(error)[:200]}") from None
+
+
+def _decode_base64(text: str) -> bytes:
+    """Return the bytes of base64, perhaps with line breaks or as a data URL; raise ValueError if it is none."""
+    return base64.b64decode("".join(text.rpartition(";base64,")[2].split()), validate=True)
 
 
 def _choose_outputs(document: _Document, outputs: Sequence[TensorSpec]) -> dict[str, bool]:

@@ -29,7 +29,7 @@ from opal_deploy.server.telemetry import Metrics, RecordFile, ServerLog
 from opal_deploy.sources.image import InputImage
 
 _EXPLAIN_INPUTS = [
-    TensorSpec(IMAGE, "BYTES", (-1, 1)), TensorSpec(NAME, "BYTES", (-1, 1), optional=True),
+    TensorSpec(IMAGE, "BYTES", (-1, 1), is_file=True), TensorSpec(NAME, "BYTES", (-1, 1), optional=True),
     TensorSpec(BOX, "FP32", (-1, 4), optional=True),
 ]  # fmt: skip
 _EXPLAIN_SPECS = (_EXPLAIN_INPUTS, [TensorSpec(RECORD, "BYTES", (-1, 1))])

@@ -108,11 +108,14 @@ def test_files_give_the_records_of_explain_and_a_broken_one_an_error_record(
 def test_a_picture_may_come_as_base64(server, make_pictures, tmp_path):
     data = make_pictures(tmp_path, 1)[0].read_bytes()
     address = f"{server.url}/v2/models/trees_explain/infer"
-    tensor = {"name": "image", "datatype": "BYTES", "shape": [1], "parameters": {"content_type": "base64"}}
-    as_text = httpx.post(address, json={"inputs": [tensor | {"data": [base64.b64encode(data).decode()]}]})
-    (output,) = as_text.json()["outputs"]
-    assert output["shape"] == [1, 1]
-    assert json.loads(output["data"][0]) == httpx.post(f"{server.url}/explain", content=data).json()
+    tensor = {"name": "image", "datatype": "BYTES", "shape": [1]}
+    stated = {"parameters": {"content_type": "base64"}, "data": [base64.b64encode(data).decode()]}
+    # with line breaks, as MIME has it, and as browsers have it
+    others = base64.encodebytes(data).decode(), f"data:image/png;base64,{stated['data'][0]}"
+    for how in (stated, *({"data": [text]} for text in others)):
+        (output,) = httpx.post(address, json={"inputs": [tensor | how]}).json()["outputs"]
+        assert output["shape"] == [1, 1]
+        assert json.loads(output["data"][0]) == httpx.post(f"{server.url}/explain", content=data).json()
     broken = httpx.post(address, json={"inputs": [tensor | {"data": ["a"]}]})
     assert "base64" in broken.json()["error"]
 
