@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ from opal_deploy.logs import as_progress
 from opal_deploy.options import StrPath
 from opal_deploy.predict.executor import open_decoders, predict_batches
 from opal_deploy.predict.setup import LoadedModel
-from opal_deploy.records.record import Record
+from opal_deploy.records.record import Failed, Record
 from opal_deploy.records.run_files import RESULTS
 from opal_deploy.records.tables import open_table
 from opal_deploy.run.directory import (
@@ -43,6 +43,7 @@ from opal_deploy.run.setup import RunOptions, RunSetup, prepare_run
 from opal_deploy.run.shards import Recovery, ShardedRun, join_shards, run_shards
 from opal_deploy.run.summary import Accuracy, Summary
 from opal_deploy.runtime.session import Session
+from opal_deploy.sources.archives import CHANGED
 from opal_deploy.sources.image import InputImage
 from opal_deploy.timing import StageTimer
 
@@ -188,6 +189,7 @@ def write_records(
             # nothing is written after the error that exceeds the limit
             groups = ([record] for group in groups for record in group)
         for group in groups:
+            _refuse_changed_archive(group)
             count = writer.count
             try:
                 with timer.waiting("disk"), timer.stage("write"):
@@ -199,6 +201,13 @@ def write_records(
             report(summary.total)
             summary.check_errors(options.max_errors)
     return thumbnails
+
+
+def _refuse_changed_archive(records: Iterable[Record]) -> None:
+    """Raise StoppedEarly, before anything is written, where an archive was changed while its members were read."""
+    for record in records:
+        if isinstance(record, Failed) and record.error.code == CHANGED:
+            raise StoppedEarly(f"{record.image}: {record.error.message}; put back the archive that was there")
 
 
 def _recover(images: Iterator[InputImage], first: int, recovery: Recovery) -> Iterator[InputImage]:

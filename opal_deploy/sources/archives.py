@@ -31,6 +31,8 @@ _ZIP_SIGNATURES = (b"PK\x03\x04", b"PK\x05\x06")
 # 100 megapixels of 16-bit RGB fit
 MAX_MEMBER = 512 << 20
 _UTF8_NAME = 1 << 11
+# the error code of members of an archive that is no longer the one that was listed
+CHANGED = "archive_changed"
 
 # a member's name, and its image; None: not a regular file, or one larger than any image
 _Member: TypeAlias = tuple[str, Source | None]
@@ -112,7 +114,7 @@ def _check_unchanged(path: Location, fingerprint: FileFingerprint) -> None:
     except FileNotFoundError:
         raise ImageError("not_found", "no such file") from None
     if current != fingerprint:
-        raise ImageError("unreadable", f"{path.name} was changed while its members were read")
+        raise ImageError(CHANGED, f"{path.name} was changed while its members were read")
 
 
 def archive_items(archive: Location, skipped: Skipped) -> Iterator[InputImage]:

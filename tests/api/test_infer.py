@@ -1,6 +1,8 @@
 """`run_inference`: the same run directory as the command's, resumed after an interruption."""
 
 import json
+import os
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,29 @@ def test_it_writes_what_the_command_writes_also_after_an_interruption(folder, ex
     assert run.accuracy is None
     assert run.summary == call().summary
     assert "this run is finished" in lines[-1]
+
+
+def test_an_archive_that_changes_while_it_is_read_stops_the_run_which_resumes_with_the_old_one(folder, exact_model):
+    with zipfile.ZipFile("in.zip", "w") as archive:
+        for number in range(40):
+            archive.write("in/000.png", f"{number:02}.png")
+    whole = Path("in.zip").read_bytes()
+
+    def cut(done, total, note):
+        if done >= 4:
+            os.truncate("in.zip", 5_000)
+
+    def run(out, **more):
+        options = {"out": out, "batch": 2, "threads": 1, "workers": 1, "log": lambda line: None}
+        return opal_deploy.run_inference("in.zip", exact_model, **options, **more)
+
+    with pytest.raises(opal_deploy.StoppedEarly, match=r"in\.zip was changed"):
+        run("cut", progress=cut)
+    assert 4 <= len(Path("cut/results.jsonl").read_text().splitlines()) < 40
+    Path("in.zip").write_bytes(whole)
+    # a restored file is another one by its time
+    assert run("cut").counts == run("once").counts == {"ok": 40}
+    assert Path("cut/results.jsonl").read_bytes() == Path("once/results.jsonl").read_bytes()
 
 
 def test_an_open_model_runs_too(folder, exact_model):
