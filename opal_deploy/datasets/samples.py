@@ -237,7 +237,9 @@ def split_off_validation(data: DataSet) -> DataSet:
     names = [name for _, name in sorted(zip(ranks, data.class_names, strict=True))]
     first, second = stratified_split([ranks[data.train[i].label] for i in order], names, root=data.root)
     train, val = ([data.train[i] for i in sorted(order[j] for j in part)] for part in (first, second))
-    return replace(data, train=train, val=val, whole=data)
+    lacking = classes_without_samples(val, data.class_names)
+    warnings = [f"classes without a validation image: {shorten_list(lacking)}"] if lacking else []
+    return replace(data, train=train, val=val, whole=data, warnings=[*data.warnings, *warnings])
 
 
 def image_folder_order(samples: list[Sample], class_names: list[str]) -> tuple[list[int], list[int]]:

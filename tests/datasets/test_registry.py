@@ -43,6 +43,14 @@ def test_too_few_images_to_split_name_their_folder(tmp_path, count):
         read_dataset(write_class_folders(tmp_path, count=count))
 
 
+def test_a_class_that_is_not_validated_is_named(tmp_path):
+    write_class_folders(tmp_path, count=28)
+    for path in sorted((tmp_path / "b").iterdir())[2:]:
+        path.unlink()
+    (line,) = [line for line in read_dataset(tmp_path).warnings if "validation" in line]
+    assert line == "classes without a validation image: b"
+
+
 def test_progress_is_reported_image_by_image(tmp_path):
     reports = []
     read_dataset(write_class_folders(tmp_path), progress=lambda *state: reports.append(state))
