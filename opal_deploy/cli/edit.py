@@ -65,12 +65,15 @@ def _describe_suggested(model: Path, result: EditResult, options: EditOptions) -
         yield "No slot to drop"
         return
     if suggested:
-        chance = "" if effect.p_value < _CLEAR else "; chance explains that"
-        yield f"Without {', '.join(suggested)}, the best choice on these images: {_format(effect)}{chance}"
-        yield f"Next: {shlex.join(options.repeat(model, suggested))}"
-        return
-    yield "No choice of the suspected slots makes more answers right, as where all images share a shortcut"
-    yield f"Without {', '.join(result.suspected)}: {_format(effect)}"
+        is_clear = effect.p_value < _CLEAR
+        more = "" if is_clear else "; chance explains that, so look at them, or give more images, before dropping any"
+        yield f"Without {', '.join(suggested)}, the best choice on these images: {_format(effect)}{more}"
+        if is_clear:
+            yield f"Next: {shlex.join(options.repeat(model, suggested))}"
+            return
+    else:
+        yield "No choice of the suspected slots makes more answers right, as where all images share a shortcut"
+        yield f"Without {', '.join(result.suspected)}: {_format(effect)}"
     if result.page is None:
         look = to_arguments(replace(options, page="slots.html"))
         yield f"Next, to look at them: {shlex.join(['opal-deploy', 'edit', str(model), *look])}"

@@ -3,13 +3,16 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import opal_deploy
 from opal_deploy.artifact import onnx_file
-from opal_deploy.editing.api import edit_model
+from opal_deploy.cli.edit import _describe_suggested
+from opal_deploy.editing.api import EditOptions, EditResult, edit_model
+from opal_deploy.editing.scores import Effect
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.api import evaluate_model
 from opal_deploy.evaluation.calibration import calibrate
@@ -138,3 +141,14 @@ def test_figures_are_json(files, names, opal):
     done = opal("edit", files / "model.onnx", "--drop", f"{names[1]}/1", "--data", files / "data", "--json")
     document = json.loads(done.stdout)
     assert (document["model"], document["effect"]["images"]) == (None, 51)
+
+
+@pytest.mark.parametrize(("gained", "is_clear"), [(3, False), (9, True)])
+def test_the_command_that_drops_slots_is_next_only_where_chance_does_not_explain_the_gain(gained, is_clear):
+    labels = np.zeros(50, np.int64)
+    before = np.where(np.arange(50) < gained, 1, 0)
+    effect = Effect(before, labels, labels)
+    result = EditResult(None, None, None, None, [], ["ash/0"], ["ash/0"], effect, None)
+    lines = [*_describe_suggested(Path("m.pt"), result, EditOptions(data="photos", suggest=True))]
+    assert ("--drop" in lines[-1]) is is_clear
+    assert ("chance explains that" in lines[0]) is not is_clear
