@@ -32,6 +32,7 @@ from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import checkpoints, head_fit, machine, out_of_fold
 from opal_deploy.train.checkpoints import RunWriter, TrainState
 from opal_deploy.train.cost import PASSES, describe_cost
+from opal_deploy.train.doubtful import write_answers
 from opal_deploy.train.images import MEGABYTE, Batches, Loaders, normalize, prepare_images
 from opal_deploy.train.losses import NetworkTerms, Objective, make_objective, read_regions_channel
 from opal_deploy.train.network import (
@@ -246,13 +247,14 @@ def finish_head_fit(trained: Trained, fitted: Fitted, seconds: float, state: Tra
         val = validate(run, trained, writer.loaders, epoch=0)
     else:
         measured = writer.measure(0, answers)
-        val, path = measured.val, writer.run_dir.answers
+        val, files = measured.val, writer.run_dir
         with stop_when_full():
-            doubtful = out_of_fold.write_answers(path, answers, run.data, measured.calibration.temperature)
+            temperature = measured.calibration.temperature
+            doubtful = write_answers(files.answers, files.doubtful, answers, run.data, temperature)
         for line in out_of_fold.describe_answers(answers, run.data):
             run.log(line)
         if doubtful:
-            run.log(f"the other folds contradict {doubtful} labels: look at the first rows of {path}")
+            run.log(f"the other folds contradict {doubtful} labels: look at {files.doubtful}")
     (speed,) = machine.sum_over_processes(run.fabric, fitted.images_per_second)
     epochs, epoch_seconds = run.options.epochs or 0, (PASSES * len(run.data.train) + len(run.data.val)) / speed
     if run.options.minutes is not None:

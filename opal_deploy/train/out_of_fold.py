@@ -10,13 +10,11 @@ A plain classifier of the same features, the logistic regression that anybody wo
 
 from __future__ import annotations
 
-import csv
 import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,9 +27,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
-from opal_deploy.artifact.files import atomic_write
-from opal_deploy.artifact.outputs import Outputs, compute_probabilities
-from opal_deploy.datasets.samples import DataSet, Sample, display_path
+from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.metrics import mean_with_interval
 from opal_deploy.evaluation.record import pool_features
@@ -67,6 +64,7 @@ class OutOfFold:
     labels: NDArray[np.int64]  # [n]
     outputs: Outputs  # of all n images, with OOD scores by the neighbours among the other folds
     plain: NDArray[np.bool_]  # [n], whether the logistic regression is right
+    pooled: NDArray[np.float32]  # [n, D], means of the frozen network's features over the cells
     neighbours: Neighbours | None  # among all training images; None where there are none, see `Neighbours.fit`
     # positions, ascending, and outputs of the head that is kept; None before its fit
     whole: tuple[NDArray[np.int64], Outputs] | None = None
@@ -147,7 +145,8 @@ def answer_out_of_fold(run: Run, network: OpalNetwork, frozen: FrozenFeatures, b
     best: NDArray[np.bool_] = plain[plain.sum(axis=1).argmax()][order]
     outputs, rows = Outputs.concatenate([part[1] for part in parts]).take(order.tolist()), rows[order]
     neighbours = choose_neighbours(run, network, frozen, torch.arange(images), background)
-    return OutOfFold(frozen.positions[rows].numpy(), frozen.labels[rows].numpy(), outputs, best, neighbours)
+    positions, labels, pooled = (tensor[rows].numpy() for tensor in (frozen.positions, frozen.labels, frozen.pooled))
+    return OutOfFold(positions, labels, outputs, best, pooled, neighbours)
 
 
 def choose_neighbours(
@@ -226,21 +225,6 @@ def compare_plainly(run: Run, network: OpalNetwork, frozen: FrozenFeatures) -> s
     return f"{PLAIN}: {right.mean(axis=1).max():.1%} of {len(val):,} validation images"
 
 
-def find_doubtful(probabilities: NDArray[np.float64], labels: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return which labels the other folds contradict confidently, bool [n].
-
-    Confident learning (Northcutt, Jiang and Chuang, JAIR 2021): another class than the label, int64 [n], is the most
-    probable, with at least the mean probability that photographs labelled with that class have of it. Probabilities,
-    [n, C], are calibrated and out of fold.
-    """
-    own = probabilities[np.arange(len(labels)), labels]
-    counts = np.bincount(labels, minlength=probabilities.shape[1])
-    means = np.bincount(labels, own, minlength=probabilities.shape[1]) / np.maximum(counts, 1)
-    predicted = probabilities.argmax(axis=1)
-    doubtful: NDArray[np.bool_] = (predicted != labels) & (probabilities.max(axis=1) >= means[predicted])
-    return doubtful
-
-
 def describe_answers(answers: OutOfFold, data: DataSet) -> Iterator[str]:
     """Yield lines on the accuracy out of fold, the classes that are confused most, and the plain classifier."""
     names, predicted, count = data.class_names, answers.outputs.logits.argmax(axis=1), len(answers.labels)
@@ -259,26 +243,3 @@ def describe_answers(answers: OutOfFold, data: DataSet) -> Iterator[str]:
         f"{PLAIN}: {answers.plain.mean():.1%} "
         f"(difference {100 * lead.mean:+.1f} points, 95 %: {100 * lead.low:+.1f} to {100 * lead.high:+.1f})"
     )
-
-
-def write_answers(path: Path, answers: OutOfFold, data: DataSet, temperature: float | None) -> int:
-    """Write the answers as a table, one row per image, doubtful labels first; return the number of doubtful labels.
-
-    Probabilities are calibrated by `temperature`; without one, none are written and no label is doubted.
-    """
-    logits, labels = answers.outputs.logits, answers.labels
-    predicted, doubtful = logits.argmax(axis=1), np.zeros(len(labels), np.bool_)
-    probabilities = None
-    if temperature is not None:
-        every = np.broadcast_to(np.arange(data.num_classes), logits.shape)
-        probabilities = compute_probabilities(logits, every, temperature)
-        doubtful = find_doubtful(probabilities, labels)
-    with atomic_write(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(["image", "label", "predicted", "probability", "label_probability", "doubtful"])
-        for row in sorted(range(len(labels)), key=lambda row: not doubtful[row]):
-            sample, own, other = data.train[answers.positions[row]], int(labels[row]), int(predicted[row])
-            pair = ["", ""] if probabilities is None else [f"{probabilities[row, c]:.4f}" for c in (other, own)]
-            names = [display_path(sample.path, data.root), data.class_names[own], data.class_names[other]]
-            writer.writerow([*names, *pair, int(doubtful[row])])
-    return int(doubtful.sum())

@@ -33,7 +33,10 @@ from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.evaluation.metrics import ClassCounts, Evaluation
 from opal_deploy.train.options import CHANGEABLE_ON_RESUME, TrainOptions
 
-FILES = ("best.pt", "last.pt", "metrics.csv", "answers.csv", "config.json", "recipe.toml", PATHS, "summary.json")
+FILES = (
+    "best.pt", "last.pt", "metrics.csv", "answers.csv", "doubtful.html", "config.json", "recipe.toml", PATHS,
+    "summary.json",
+)  # fmt: skip
 _END_BYTES = 4096
 RESUME_ADVICE = "give --resume with the options that the run was started with, another --out, or --overwrite"
 
@@ -140,6 +143,7 @@ class TrainRunDirectory:
         self.best, self.last, self.metrics = root / "best.pt", root / "last.pt", root / "metrics.csv"
         self.config, self.summary, self.recipe = root / "config.json", root / "summary.json", root / "recipe.toml"
         self.tensorboard, self.answers = root / "tensorboard", root / "answers.csv"
+        self.doubtful = root / "doubtful.html"
         self.plain = root / "plain"  # of `--compare`
 
     def check(self, *, may_hold_run: bool) -> None:
@@ -160,7 +164,7 @@ class TrainRunDirectory:
         for name in FILES:
             # of processes killed while writing; this one holds the lock
             remove_temporary_files(self.root / name)
-            if is_new or name in (self.summary.name, self.answers.name):
+            if is_new or name in (self.summary.name, self.answers.name, self.doubtful.name):
                 (self.root / name).unlink(missing_ok=True)
         if is_new:
             shutil.rmtree(self.tensorboard, ignore_errors=True)

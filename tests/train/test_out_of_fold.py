@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from opal_deploy import train_model
+from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import split_off_validation
 from opal_deploy.errors import UsageError
 from opal_deploy.logs import no_progress
 from opal_deploy.model import checkpoint
+from opal_deploy.train.doubtful import find_doubtful, write_answers
 from opal_deploy.train.head_fit import Basis
 from opal_deploy.train.machine import start_fabric
-from opal_deploy.train.out_of_fold import COPY_COSINE, assign_folds, find_doubtful, group_copies
+from opal_deploy.train.out_of_fold import COPY_COSINE, OutOfFold, assign_folds, group_copies
 from tests.train.fitting import fit
 
 
@@ -129,6 +131,27 @@ def test_labels_are_doubted_only_where_another_class_is_confident():
     probabilities = np.array([[0.9, 0.1], [0.8, 0.2], [0.1, 0.9], [0.2, 0.8], [0.95, 0.05], [0.45, 0.55]])
     labels = np.array([0, 0, 1, 1, 1, 0])
     assert find_doubtful(probabilities, labels).tolist() == [False, False, False, False, True, False]
+
+
+def test_a_doubtful_photograph_is_shown_with_those_that_it_is_most_like(squares, tmp_path):
+    labels = np.array([sample.label for sample in squares.train])
+    answered = labels.copy()
+    answered[5] = (labels[5] + 1) % 3
+    logits = np.where(np.eye(3)[answered] > 0, -0.2, -1.2).astype(np.float32)
+    pooled = np.eye(3, dtype=np.float32)[answered] + np.random.default_rng(0).normal(0, 0.01, (24, 3)).astype(
+        np.float32
+    )
+    answers = OutOfFold(np.arange(24), labels, Outputs(logits), np.ones(24, bool), pooled, None)
+    table, page = tmp_path / "answers.csv", tmp_path / "doubtful.html"
+    assert write_answers(table, page, answers, squares, 0.2) == 1
+    name = squares.train[5].path.relative_to(squares.root).as_posix()
+    assert table.read_text().splitlines()[1].startswith(f"{name},")
+    text = page.read_text("utf-8")
+    assert text.count("data:image/jpeg;base64,") == 3
+    assert "1 label may be wrong" in text
+    assert f"Labelled <bdi>{squares.class_names[labels[5]]}</bdi> (1%), answered" in text
+    assert write_answers(table, tmp_path / "none.html", answers, squares, None) == 0
+    assert not (tmp_path / "none.html").exists()
 
 
 def test_coordinates_keep_what_the_projection_needs():
