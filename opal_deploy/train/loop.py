@@ -219,6 +219,7 @@ def fit_frozen(run: Run, network: OpalNetwork, loaders: Loaders, background: lis
     frozen = head_fit.compute_frozen_features(
         network, batches, fabric,
         memory=options.cache_megabytes * MEGABYTE, background=options.foreground > 0, progress=run.progress,
+        views=head_fit.BRIEF_VIEWS if options.epochs else head_fit.VIEWS,
     )  # fmt: skip
     answers = None
     if loaders.val is None:
@@ -230,7 +231,10 @@ def fit_frozen(run: Run, network: OpalNetwork, loaders: Loaders, background: lis
         head = out_of_fold.new_head(network, frozen, options.seed)
         frozen.basis.copy_slots(network.head, find_kept_slots(run.data.class_names, run.start)[0], head)
     objective = make_objective(options, run.data, head, fitting=True)
-    loss, accuracy = head_fit.fit_head(head, frozen, objective, fabric, steps=options.head_steps, progress=run.progress)
+    loss, accuracy = head_fit.fit_head(
+        head, frozen, objective, fabric, steps=options.head_steps, progress=run.progress,
+        passes=head_fit.BRIEF_PASSES if options.epochs else head_fit.LEAST_PASSES,
+    )  # fmt: skip
     if answers is not None:
         first = frozen.positions[: len(frozen.labels) // frozen.views].argsort()
         outputs = out_of_fold.compute_outputs(head, None, frozen, first)

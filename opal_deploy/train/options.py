@@ -50,10 +50,10 @@ CHANGEABLE_ON_RESUME = frozenset(("epochs", "device", "workers", "cache_megabyte
 RANDOM = "none"  # `weights`
 # measured (docs/reference/measurements-training.md)
 _REGION_WEIGHT = 10.0
-# batch size and epochs up to so many training images; an epoch of few images is few steps. Three epochs of 2,400 images
-# take twelve minutes on two CPU cores; --resume --epochs goes on where more may help
-_PLANS = ((1_000, 16, 24), (10_000, 32, 3))
-_LARGEST_PLAN = (64, 3)
+# batch size and epochs up to so many training images; an epoch of few images is few steps. Two epochs of 2,400 images
+# take seven minutes on two CPU cores; --resume --epochs goes on where more may help
+_PLANS = ((1_000, 16, 24), (10_000, 32, 2))
+_LARGEST_PLAN = (64, 2)
 # up to so many training images a fitted head is not fine-tuned by default: the images set aside to judge that cost as
 # much as it gains; with 2,400 images of 100 species two epochs gain two points
 _MAX_FROZEN = 1_000
@@ -99,7 +99,7 @@ class TrainOptions(Options):
         default="on in grounded unless --stride is given", flag=_switch("adapt-stride"))] = False
     epochs: Annotated[int | None, Option(
         "Epochs of fine-tuning; 0 fits the head only.", min=0,
-        default="24, or 3 for more than 1,000 images (grounded), 30 (paper)")] = None
+        default="24, or 2 for more than 1,000 images (grounded), 30 (paper)")] = None
     minutes: Annotated[float | None, Option(
         "Train as many epochs as fit into this time, up to --epochs.", min=0, default="no limit")] = None
     head_steps: Annotated[int, _tuning(

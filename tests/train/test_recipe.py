@@ -112,7 +112,7 @@ def test_other_heads_take_the_whole_network_and_random_weights_no_fitted_head():
 
 
 @pytest.mark.parametrize(
-    ("images", "expected"), [(60, (16, 24)), (1_000, (16, 24)), (1_001, (32, 3)), (60_000, (64, 3))]
+    ("images", "expected"), [(60, (16, 24)), (1_000, (16, 24)), (1_001, (32, 2)), (60_000, (64, 2))]
 )
 def test_the_number_of_images_determines_batches_and_epochs_that_are_not_given(images, expected):
     options = TrainOptions().plan(images)
