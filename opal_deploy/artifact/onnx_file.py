@@ -77,7 +77,10 @@ def read_metadata(path: Path) -> Metadata:
     if header.external:
         raise ArtifactError(f"{path}: weights lie in other files, which no digest covers; save it as one file")
     if METADATA_KEY not in properties:
-        raise ArtifactError(f"{path}: has no opal metadata; expected a file that `opal-deploy export` wrote")
+        raise ArtifactError(
+            f"{path}: not written by opal-deploy; a classifier of another tool is explained after: "
+            f"opal-deploy export {path} --preprocess torchvision"
+        )
     return Metadata.from_json(properties[METADATA_KEY], str(path))
 
 
