@@ -181,16 +181,26 @@ def _write_page(
     It needs no other file and no network. Raises UsageError if it cannot be written, or a run cannot be read again.
     """
     assert options.html is not None
-    shifts, root, names = report.shifts[:_SHOWN], Path(options.root), report.class_names
-    after = _draw_examples(now, shifts, root, is_now=True)
-    before = [[] for _ in shifts] if earlier is None else _draw_examples(earlier, shifts, root, is_now=False)
+    found, root, names = report.shifts[:_SHOWN], Path(options.root), report.class_names
+    after = _draw_examples(now, found, root, is_now=True)
+    before = [[] for _ in found] if earlier is None else _draw_examples(earlier, found, root, is_now=False)
     sections = [
         {
             "shift": shift, "text": shift.describe(names), "bars": comparison.list_bars(shift, names),
             "before": old, "after": new,
         }
-        for shift, old, new in zip(shifts, before, after, strict=True)
+        for shift, old, new in zip(found, before, after, strict=True)
     ]  # fmt: skip
+    if not found:
+        # what was compared of all images
+        of_all = {test.kind: test for test in report.tests if test.slot is None}.values()
+        sections = [
+            {
+                "shift": test, "text": f"Compared: {test.subject}", "bars": comparison.list_bars(test, names),
+                "before": [], "after": [],
+            }
+            for test in of_all
+        ]  # fmt: skip
     results = without_folders(str(now.path))
     text = render_page(__package__, "drift", report=report, results=results, earlier=earlier, sections=sections)
     with atomic_write(Path(options.html), replace=options.overwrite) as temporary:

@@ -65,6 +65,11 @@ class Shift:
     value: float | None = None  # the value below or above which the samples differ most; only of a distribution
     q: float = 1.0  # p-value adjusted for all tests of the comparison
 
+    @property
+    def subject(self) -> str:
+        """What was compared, for people."""
+        return _WORDS.get(self.kind, "predicted classes")
+
     def describe(self, class_names: Sequence[str]) -> str:
         """Return one line for people."""
         name = "" if self.class_id is None else class_names[self.class_id]

@@ -87,10 +87,14 @@ def test_records_show_the_same_observations_as_outputs(model, outputs, records):
 
 
 def test_images_of_the_same_kind_show_no_shift(model, records, tmp_path):
-    report = find_drift(write(tmp_path / "results.jsonl", [*records, FAILED]), baseline=model)
+    page = tmp_path / "same.html"
+    report = find_drift(write(tmp_path / "results.jsonl", [*records, FAILED]), baseline=model, html=page)
     assert (report.images, report.failed, report.baseline_images, report.shifts) == (NUMBER // 2, 1, NUMBER // 2, [])
     assert 0.1 < report.smallest_shift < 0.3
     assert {test.kind for test in report.tests} >= {"label", "cosine", "margin", "norm", "score", "place"}
+    text = page.read_text("utf-8")
+    assert "<h1>No shift</h1>" in text
+    assert all(f"Compared: {what}</h2>" in text for what in ("predicted classes", "cosine", "margin"))
 
 
 def _answers(records, class_id):
