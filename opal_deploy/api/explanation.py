@@ -85,11 +85,13 @@ class Explanation(dict[str, Any]):
 
     @property
     def label(self) -> str:
-        """The predicted class, even if a threshold refused the answer; raises as `answered`.
-
-        The image's own label, where one is known, is `record.label`.
-        """
+        """The predicted class, even if a threshold refused the answer; raises as `answered`."""
         return self.answered.prediction.label
+
+    @property
+    def true_label(self) -> str | None:
+        """The image's own label, which is the record's field `label`; None where it is not known."""
+        return self.record.label
 
     @property
     def status(self) -> Status:
@@ -191,6 +193,9 @@ class Explanation(dict[str, Any]):
     def __str__(self) -> str:
         """Return one line of text: image, label and margin, or the error."""
         return format_line(self.record)
+
+    def __repr__(self) -> str:
+        return f"<Explanation {self}>"
 
     def _repr_html_(self) -> str:
         """Return the HTML of a notebook: the prediction, and the overlay if the image is still the same."""

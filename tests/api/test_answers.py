@@ -22,7 +22,8 @@ def test_an_answer_has_typed_attributes_and_pictures(model, paths):
     first = answers[0]
     assert (first.label, first.status, first.margin) == (first["prediction"]["label"], "ok", first["margin"])
     assert [slot.box for slot in first.slots] == first.boxes
-    assert first.probability is None
+    assert (first.probability, first.true_label) == (None, None)
+    assert repr(first) == f"<Explanation {first}>"
     assert json.loads(first.to_json()) == json.loads(json.dumps(first))
     assert first.overlay().mode == "RGB"
     assert first.sheet().mode == "RGB"
