@@ -139,6 +139,7 @@ def test_a_record_adds_up_to_the_logit(exported, pictures, opal):
     check(opal("verify", "out", "--model", "model_state.onnx", "--all", *CPU, cwd=folder))
 
 
+@pytest.mark.slow
 def test_the_best_classes_and_other_precisions_give_the_same_records(exported, pictures, opal):
     _, folder = exported
     source = ("export", "model_state.pth", "--arch", "model_arch.yml", "--classes", "classes.txt", *OPTIONS)
@@ -166,6 +167,7 @@ def test_a_prototype_is_dropped_for_all_classes_at_once(exported, opal):
 
 
 @pytest.mark.parametrize("exported", ["pip"], indirect=True)
+@pytest.mark.slow
 def test_pip_net_s_own_file_ignores_weak_scores(exported, tmp_path, opal):
     _, folder = exported
     metadata = onnx_file.read_metadata(folder / "model_state.onnx")
@@ -205,6 +207,7 @@ def test_protopnet_s_own_state_dict_is_read_and_its_pickled_module_is_not(tmp_pa
     assert "holds a Python object" in error
 
 
+@pytest.mark.slow
 def test_prototypes_that_are_cells_of_the_images_pass_the_gate(tmp_path, opal):
     theirs, images = Theirs("proto"), example_images(64, SIDE, SIDE)
     with torch.no_grad():

@@ -78,9 +78,8 @@ def test_truncated_images_are_named_in_one_line_or_left_out(samples):
     for index in (2, 6):
         samples[index].path.write_bytes(samples[index].path.read_bytes()[:1500])
     images = TrainImages(samples, (32, 32))
-    for workers in (0, 1):
-        with pytest.raises(UsageError, match=r"\A.*2\.png: .*\Z"):
-            list(Batches(images, 4, workers=workers))
+    with pytest.raises(UsageError, match=r"\A.*2\.png: .*\Z"):
+        list(Batches(images, 4, workers=1))
     readable, problems = read_images(images, no_progress, keep=False)
     assert len(problems) == 2
     assert [sample.path.stem for sample in readable.samples] == list("0134578")

@@ -102,7 +102,7 @@ def test_ending_before_any_write_and_resuming_ends_bit_identical(squares, whole,
 @pytest.mark.parametrize(
     "options",
     [
-        {"backbone": "efficientnet_b0", "batch_size": 4},
+        pytest.param({"backbone": "efficientnet_b0", "batch_size": 4}, marks=pytest.mark.slow),
         {
             "backbone": "shufflenet_v2_x0_5", "stride": 8, "keep_layers": True, "schedule": "cosine",
             "adversarial": 0.5,
