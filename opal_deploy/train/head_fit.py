@@ -144,7 +144,7 @@ class FrozenFeatures:
 
 def compute_frozen_features(
     network: OpalNetwork, batches: Batches, fabric: Fabric, *,
-    memory: int, background: bool, progress: Progress, views: Sequence[int] = VIEWS,
+    memory: int, foreground: bool, progress: Progress, views: Sequence[int] = VIEWS,
 ) -> FrozenFeatures:  # fmt: skip
     """Return the backbone's features of as many of the `views` of the training images as fit into memory.
 
@@ -155,7 +155,7 @@ def compute_frozen_features(
         batches: this process's share of the training images, shuffled, in batches of `BATCH`.
         fabric: the processes of the run, and the precision of the backbone.
         memory: bytes that all processes of this machine together may keep.
-        background: whether to keep off the background where the data set has no regions.
+        foreground: whether slots are kept on the object, found in the features, where the data set has no regions.
         progress: called with views done.
     """
     network.eval()
@@ -186,7 +186,7 @@ def compute_frozen_features(
                 whole[done : done + len(part)] = part
         done += len(features)
     whole_features, pooled, labels, regions, positions = kept
-    if background and regions is None and basis is not None:
+    if foreground and regions is None and basis is not None:
         regions = (whole_features[:, 0] < 0).half()
     counts = num_views, num_views * per_view, done / (time.perf_counter() - began)
     return FrozenFeatures(whole_features, pooled, labels, regions, positions, basis, *counts)

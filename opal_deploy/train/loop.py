@@ -1,8 +1,10 @@
 """Training: prepare, fit the head, train and validate epochs, finish.
 
 The paper's protocol (Sec. 4.1, Supp. B.2): Adam at a fixed learning rate of 1e-4, batches of 64, cross-entropy on the
-logits, 30 epochs, the weights of the epoch with the lowest validation cross-entropy. With `head_steps` the head is
-fitted to the frozen backbone first (`head_fit`): that network is epoch 0, a candidate like those after it.
+logits, 30 epochs, the weights of the epoch with the lowest validation cross-entropy. Recipes may let the rate fall
+(`learning_rate`). With `head_steps` the head is fitted to the frozen backbone first, at a rate of its own (`head_fit`):
+that network is epoch 0, a candidate like those after it (`is_best`). Out-of-distribution images (`background`) enter no
+loss: the OOD score is measured against them.
 """
 
 from __future__ import annotations
@@ -218,7 +220,7 @@ def fit_frozen(run: Run, network: OpalNetwork, loaders: Loaders, background: lis
     )  # fmt: skip
     frozen = head_fit.compute_frozen_features(
         network, batches, fabric,
-        memory=options.cache_megabytes * MEGABYTE, background=options.foreground > 0, progress=run.progress,
+        memory=options.cache_megabytes * MEGABYTE, foreground=options.foreground > 0, progress=run.progress,
         views=head_fit.BRIEF_VIEWS if options.epochs else head_fit.VIEWS,
     )  # fmt: skip
     answers = None
@@ -396,7 +398,10 @@ def validate(run: Run, trained: Trained, loaders: Loaders, *, epoch: int) -> Eva
 
 
 def is_best(run: Run, val: Evaluation, state: TrainState) -> bool:
-    """Return whether an epoch, already in the state's records, is the best so far: by the lowest validation loss."""
+    """Return whether an epoch, already in the state's records, is the best so far.
+
+    By the lowest validation loss, with no less accuracy than the fitted head; with `adversarial` the last one is.
+    """
     # validation images are not attacked, so their figures do not show what adversarial training gains
     if state.best is None or run.options.adversarial:
         return True

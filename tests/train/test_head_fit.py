@@ -109,7 +109,7 @@ def test_features_that_do_not_fit_into_memory_are_of_a_part_of_the_images(square
     view_bytes = 2 * min(network.backbone.num_features, 256) * 4 * 4
     for room, images in ((100, 24), (10, 8)):
         frozen = compute_frozen_features(
-            network, batches, fabric, memory=room * view_bytes, background=False, progress=no_progress
+            network, batches, fabric, memory=room * view_bytes, foreground=False, progress=no_progress
         )
         assert (len(frozen.features), len(frozen.labels)) == (images, images)
 
