@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from opal_deploy.artifact.baseline import Baseline, Observations
-from opal_deploy.artifact.files import atomic_write, check_output, compute_sha256, without_folders
+from opal_deploy.artifact.files import check_output, compute_sha256, without_folders
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.auditing.options import DriftOptions
 from opal_deploy.auditing.results import find_results, load_photograph, read_records, read_run_options
@@ -22,7 +22,7 @@ from opal_deploy.records.evidence import observe_records
 from opal_deploy.records.record import Answered
 from opal_deploy.runtime.select import read_model_metadata
 from opal_deploy.visualization.overlay import draw_evidence, embed_jpeg
-from opal_deploy.visualization.pages import Picture, render_page
+from opal_deploy.visualization.pages import Picture, render_page, save_page
 
 if TYPE_CHECKING:
     from opal_deploy.records.drift import Comparison, Shift
@@ -182,29 +182,21 @@ def _write_page(
     """
     assert options.html is not None
     found, root, names = report.shifts[:_SHOWN], Path(options.root), report.class_names
-    after = _draw_examples(now, found, root, is_now=True)
-    before = [[] for _ in found] if earlier is None else _draw_examples(earlier, found, root, is_now=False)
-    sections = [
-        {
-            "shift": shift, "text": shift.describe(names), "bars": comparison.list_bars(shift, names),
-            "before": old, "after": new,
-        }
-        for shift, old, new in zip(found, before, after, strict=True)
-    ]  # fmt: skip
-    if not found:
+    if found:
+        after = _draw_examples(now, found, root, is_now=True)
+        before = [[] for _ in found] if earlier is None else _draw_examples(earlier, found, root, is_now=False)
+        shown = [(shift, shift.describe(names), old, new) for shift, old, new in zip(found, before, after, strict=True)]
+    else:
         # what was compared of all images
         of_all = {test.kind: test for test in report.tests if test.slot is None}.values()
-        sections = [
-            {
-                "shift": test, "text": f"Compared: {test.subject}", "bars": comparison.list_bars(test, names),
-                "before": [], "after": [],
-            }
-            for test in of_all
-        ]  # fmt: skip
+        shown = [(test, f"Compared: {test.subject}", [], []) for test in of_all]
+    sections = [
+        {"shift": shift, "text": text, "bars": comparison.list_bars(shift, names), "before": old, "after": new}
+        for shift, text, old, new in shown
+    ]
     results = without_folders(str(now.path))
     text = render_page(__package__, "drift", report=report, results=results, earlier=earlier, sections=sections)
-    with atomic_write(Path(options.html), replace=options.overwrite) as temporary:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
+    save_page(Path(options.html), text, overwrite=options.overwrite)
 
 
 def _draw_examples(run: ObservedRun, shifts: Sequence[Shift], root: Path, *, is_now: bool) -> list[list[Picture]]:

@@ -72,10 +72,8 @@ def _print_result(result: TrainResult) -> None:
             f"Test accuracy: {result.test.accuracy:.1%} on {result.test.images} images"
             + ("" if collapse is None else f", spatial prototype collapse {collapse:.1%}")
         )
-    if result.apart is not None:
-        print_message(
-            f"Without near copies of training images: {result.apart.accuracy:.1%} on {result.apart.images} images"
-        )
+    if (others := result.without_copies) is not None:
+        print_message(f"Without near copies of training images: {others.accuracy:.1%} on {others.images} images")
     print_message(f"Calibration: {result.calibration.describe()}")
     for line in result.rates:
         print_message(line)

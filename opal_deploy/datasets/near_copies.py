@@ -23,7 +23,7 @@ _MAX_SHARE = 0.05
 _SAMPLE = 500
 
 
-def make_thumbnail(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+def compute_thumbnail(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Return an image's thumbnail as a vector of mean 0 and length 1 (all 0 for one colour), float32 [768].
 
     Args:
@@ -45,7 +45,7 @@ def find_near_copies(train: NDArray[np.float32], others: NDArray[np.float32]) ->
         others: thumbnails of another split, [m, 768].
     """
     found = np.full(len(others), -1, np.int64)
-    if not 2 <= len(train) <= MAX_IMAGES:
+    if not len(others) or not 2 <= len(train) <= MAX_IMAGES:
         return found
     sample = np.linspace(0, len(train) - 1, min(len(train), _SAMPLE)).astype(np.int64)
     cosines = train[sample] @ train.T

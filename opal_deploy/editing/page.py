@@ -11,13 +11,19 @@ from typing import Any
 import numpy as np
 
 from opal_deploy.artifact.drops import name_slot
-from opal_deploy.artifact.files import atomic_write
 from opal_deploy.editing.scores import Effect, ScoredData
 from opal_deploy.editing.suggestions import Suggestion
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.visualization.boxes import SlotBox, draw_boxes
 from opal_deploy.visualization.overlay import embed_jpeg
-from opal_deploy.visualization.pages import Picture, json_script, read_asset, read_class_map_script, render_page
+from opal_deploy.visualization.pages import (
+    Picture,
+    json_script,
+    read_asset,
+    read_class_map_script,
+    render_page,
+    save_page,
+)
 
 _STRONGEST, _CHANGED = 4, 60
 _SIDE = 160
@@ -61,8 +67,7 @@ def write_page(
         rows=list(_build_rows(data, drop, suggestions)), suggestions=bool(suggestions),
         changed=list(_list_changed(data, effect)), document=json_script("data", document),
     )  # fmt: skip
-    with atomic_write(page, replace=overwrite) as temporary:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
+    save_page(page, text, overwrite=overwrite)
 
 
 def _build_rows(data: ScoredData, drop: Sequence[int], suggestions: Sequence[Suggestion]) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opal_deploy.api.options import AtlasOptions
-from opal_deploy.artifact.files import atomic_write, check_output
+from opal_deploy.artifact.files import check_output
 from opal_deploy.artifact.patches import Patches
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.errors import UsageError
@@ -16,7 +16,7 @@ from opal_deploy.logs import as_progress
 from opal_deploy.options import StrPath, keywords
 from opal_deploy.predict import setup
 from opal_deploy.runtime.select import open_sessions, read_model_metadata
-from opal_deploy.visualization.pages import render_page
+from opal_deploy.visualization.pages import render_page, save_page
 
 _PACKAGE = "opal_deploy.visualization.pages"
 
@@ -64,6 +64,5 @@ def create_atlas(model: StrPath | None, options: AtlasOptions) -> CreatedAtlas:
         _PACKAGE, "atlas", title=path.name, patches=patches, class_names=metadata.class_names,
         empty=sum(not row.patches for row in patches.slots),
     )  # fmt: skip
-    with atomic_write(out) as temporary:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
+    save_page(out, text)
     return CreatedAtlas(out, patches)

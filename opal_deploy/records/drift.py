@@ -67,7 +67,7 @@ class Shift:
 
     @property
     def subject(self) -> str:
-        """What was compared, for people."""
+        """The name of the quantity that was compared: `cosine`, `predicted classes`."""
         return _WORDS.get(self.kind, "predicted classes")
 
     def describe(self, class_names: Sequence[str]) -> str:
@@ -82,7 +82,7 @@ class Shift:
             moved = "moved to" if self.rose else "left"
             return f"{subject[:-2]} {moved} the {PLACES[self.place]}: {shares}"
         change, side = ("rose", "above") if self.rose else ("fell", "below")
-        return f"{subject}{_WORDS[self.kind]} {change}: {after} answers {side} {self.value:.3g}, {before} before"
+        return f"{subject}{self.subject} {change}: {after} answers {side} {self.value:.3g}, {before} before"
 
     def find_images(self, observations: Observations, *, shows: bool) -> NDArray[np.intp]:
         """Return the rows of the images that show the shift, or of the others that could have.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from opal_deploy.datasets.registry import read_dataset
-from opal_deploy.datasets.samples import DataSet
+from opal_deploy.datasets.samples import DataSet, split_off_validation
 from opal_deploy.errors import require
 from opal_deploy.logs import WarningLine, as_progress
 from opal_deploy.model.network_names import check_weights
@@ -52,7 +52,8 @@ def train_model(data: StrPath, options: Mapping[str, Any]) -> TrainResult:
     if options.get("resume") and not options.get("recipe") and run_dir.recipe.is_file():
         # a run goes on as it began, even where the default recipe has changed since
         recipe = str(run_dir.recipe)
-    resolved = replace(resolve(load_recipe(recipe), options), out=run_dir.root)
+    stated = load_recipe(recipe)
+    resolved = replace(resolve(stated, options), out=run_dir.root)
     run_dir.check(may_hold_run=resolved.resume or resolved.overwrite)
     if resolved.tensorboard:
         require("tensorboard", "tensorboard", "--tensorboard")
@@ -71,7 +72,10 @@ def train_model(data: StrPath, options: Mapping[str, Any]) -> TrainResult:
         root, resolved.dataset, needs_validation=needs_validation, progress=as_progress(resolved.progress)
     )
     labelled = labelled if resolved.boxes else labelled.without_crops()
-    plain = resolve_plain(load_recipe(recipe), options) if resolved.compare else None
+    plain = None
+    if resolved.compare:
+        plain = replace(resolve_plain(stated, options), out=run_dir.plain)
+        held_out = labelled if labelled.val else split_off_validation(labelled)
     # takes seconds, since it imports torch: after all that can be refused without
     from opal_deploy.train.loop import fit
 
@@ -83,10 +87,7 @@ def train_model(data: StrPath, options: Mapping[str, Any]) -> TrainResult:
     result = fit(labelled, resolved)
     if plain is not None:
         resolved.log("fine-tuning the network's own classifier, to compare")
-        held_out = read_dataset(root, resolved.dataset, progress=as_progress(resolved.progress))
-        held_out = held_out if resolved.boxes else held_out.without_crops()
-        other = fit(held_out, replace(plain, out=run_dir.plain))
-        resolved.log(describe_comparison(result, other))
+        resolved.log(describe_comparison(result, fit(held_out, plain)))
     return result
 
 

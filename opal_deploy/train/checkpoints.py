@@ -48,10 +48,10 @@ from opal_deploy.train.network import Run
 from opal_deploy.train.out_of_fold import OutOfFold
 from opal_deploy.train.run_directory import (
     RESUME_ADVICE,
-    Apart,
     EpochRecord,
     TrainResult,
     TrainRunDirectory,
+    WithoutCopies,
     refuse_other_run,
     stop_when_full,
 )
@@ -125,7 +125,7 @@ class Measurements:
 
     val: Evaluation  # on the validation split, or out of fold
     test: Evaluation | None
-    apart: Apart | None  # of the test images that are no near copies of training images
+    without_copies: WithoutCopies | None  # of the test images that are no near copies of training images
     classes: list[ClassCounts]  # answers per class on the test split, or on the validation split without one
     calibration: Calibration  # fitted to the validation split
     # only of the process that writes the checkpoint
@@ -137,8 +137,11 @@ class Measurements:
     @property
     def metrics(self) -> dict[str, Any]:
         """The metrics of both splits, as the checkpoint keeps them."""
-        apart = {} if self.apart is None else {f"test_{key}_apart": value for key, value in asdict(self.apart).items()}
-        return {**self.val.to_dict("val"), **(self.test.to_dict("test") if self.test else {}), **apart}
+        others = {} if self.without_copies is None else asdict(self.without_copies)
+        return {
+            **self.val.to_dict("val"), **(self.test.to_dict("test") if self.test else {}),
+            **{f"test_{name}_without_copies": value for name, value in others.items()},
+        }  # fmt: skip
 
 
 @dataclass
@@ -190,7 +193,7 @@ class RunWriter:
             else:
                 assert self.loaders.val is not None  # without out-of-fold answers
                 outputs = predict(self.network, self.loaders.val, run.fabric, progress=run.progress)
-            test = apart = None
+            test = others = None
             val, calibration = outputs.compute_metrics(class_map), calibrate(outputs.logits, outputs.labels)
             if answers is not None:
                 calibration = replace(calibration, split="out-of-fold")
@@ -201,10 +204,10 @@ class RunWriter:
                 test = outputs.compute_metrics(class_map)
                 if (copied := self.loaders.copied) is not None and 0 < copied.sum() < len(copied):
                     right = (outputs.logits.argmax(axis=1) == outputs.labels)[~copied]
-                    apart = Apart(len(right), float(right.mean()))
+                    others = WithoutCopies(len(right), float(right.mean()))
             classes = count_by_class(outputs.logits, outputs.labels, run.data.class_names)
         machine.set_tf32(run.options.tf32)
-        measured = Measurements(val, test, apart, classes, calibration, **own)
+        measured = Measurements(val, test, others, classes, calibration, **own)
         self.measured = epoch, measured
         return measured
 
@@ -282,8 +285,8 @@ class RunWriter:
         self.run.fabric.barrier()
         rates = [*describe_supported_rates(measured.val.risk or {}, measured.baseline)]
         return TrainResult(
-            run_dir.best, state.best[0], records, measured.val, measured.test, measured.apart, measured.calibration,
-            run_dir.last, self.config, measured.classes, rates,
+            run_dir.best, state.best[0], records, measured.val, measured.test, measured.without_copies,
+            measured.calibration, run_dir.last, self.config, measured.classes, rates,
         )  # fmt: skip
 
     def _save(self, path: Path, metrics: dict[str, Any], content: dict[str, Any], **measurements: Any) -> None:

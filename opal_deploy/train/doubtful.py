@@ -16,7 +16,7 @@ from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.train.out_of_fold import OutOfFold
 from opal_deploy.visualization.overlay import embed_jpeg
-from opal_deploy.visualization.pages import Picture, render_page
+from opal_deploy.visualization.pages import Picture, render_page, save_page
 
 # photographs on the page, the most doubtful ones, and their longer side in pixels
 _SHOWN, _SIDE = 60, 240
@@ -85,8 +85,7 @@ def _write_page(
             card[kind] = {"name": data.class_names[label], "share": probabilities[row, label], "picture": picture}
         cards.append(card)
     text = render_page(__package__, "doubtful", cards=cards, total=len(doubtful), answered=len(labels))
-    with atomic_write(page) as temporary:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
+    save_page(page, text)
 
 
 def _picture(answers: OutOfFold, data: DataSet, row: int) -> Picture:

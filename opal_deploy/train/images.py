@@ -25,7 +25,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from opal_deploy.datasets.near_copies import MAX_IMAGES, THUMBNAIL, find_near_copies, make_thumbnail
+from opal_deploy.datasets.near_copies import MAX_IMAGES, THUMBNAIL, compute_thumbnail, find_near_copies
 from opal_deploy.datasets.samples import DataSet, Sample, display_path, pluralize, shorten_list
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.evaluation.inputs import annotate
@@ -141,7 +141,7 @@ def read_images(
             if pixels is not None:
                 pixels[index] = resized
             if thumbnails is not None:
-                thumbnails[index] = make_thumbnail(resized)
+                thumbnails[index] = compute_thumbnail(resized)
         except ImageError as error:
             problems[index] = f"{images.samples[index].path} ({error})"
 
@@ -284,16 +284,8 @@ def prepare_images(
             f"batches of {batch_size} from {len(train)} images over {fabric.world_size} process(es): "
             "each needs at least 2 images; give a larger --batch-size, or start fewer processes"
         )
-    copies = {name: _find_copies(train, split) for name, split in (("validation", val), ("test", test))}
-    for name, pairs in copies.items():
-        if pairs:
-            names = [" = ".join(display_path(sample.path, data.root) for sample in pair) for pair in pairs.values()]
-            log(WarningLine(
-                f"warning: {pluralize(len(pairs), 'near copy', 'near copies')} of training images among the {name} "
-                "images (saved again, resized, or of one burst), which flatters the accuracy; "
-                f"keep copies in one split: {shorten_list(names)}"
-            ))  # fmt: skip
-    copied = None if test.thumbnails is None else np.isin(np.arange(len(test)), [*copies["test"]])
+    _warn_of_copies(train, val, "validation", data.root, log)
+    copied = _warn_of_copies(train, test, "test", data.root, log)
     data = replace(data, train=train.samples, val=val.samples, test=test.samples)
     share = fabric.global_rank, fabric.world_size
     workers = machine.default_num_workers(fabric.device, cached) if options.workers is None else options.workers
@@ -307,12 +299,27 @@ def prepare_images(
     return data, loaders, {"workers": workers, "cached": cached}
 
 
-def _find_copies(train: TrainImages, other: TrainImages) -> dict[int, tuple[Sample, Sample]]:
-    """Return the near copies of training images in another split, each with the training image, by position."""
+def _warn_of_copies(
+    train: TrainImages, other: TrainImages, name: str, root: Path, log: Log
+) -> NDArray[np.bool_] | None:
+    """Return which images of another split are near copies of training images, bool [N], and warn of them.
+
+    None where they are not looked for, see `read_images`.
+    """
     if train.thumbnails is None or other.thumbnails is None:
-        return {}
-    nearest = find_near_copies(train.thumbnails, other.thumbnails).tolist()
-    return {here: (other.samples[here], train.samples[there]) for here, there in enumerate(nearest) if there >= 0}
+        return None
+    nearest = find_near_copies(train.thumbnails, other.thumbnails)
+    copied = nearest >= 0
+    if pairs := [
+        " = ".join(display_path(sample.path, root) for sample in (other.samples[here], train.samples[nearest[here]]))
+        for here in np.flatnonzero(copied)
+    ]:
+        log(WarningLine(
+            f"warning: {pluralize(len(pairs), 'near copy', 'near copies')} of training images among the {name} "
+            "images (saved again, resized, or of one burst), which flatters the accuracy; "
+            f"keep copies in one split: {shorten_list(pairs)}"
+        ))  # fmt: skip
+    return copied
 
 
 def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:

@@ -213,6 +213,7 @@ def fit_frozen(run: Run, network: OpalNetwork, loaders: Loaders, background: lis
     fitted to images that a fold must not know.
     """
     fabric, options, head = run.fabric, run.options, network.head
+    views, passes = head_fit.plan_fit(options.epochs)
     # as many workers as in fine-tuning: with none, a GPU waits for the augmentation
     batches = Batches(
         loaders.train.images, head_fit.BATCH, shuffle_seed=options.seed, workers=loaders.train.workers,
@@ -221,7 +222,7 @@ def fit_frozen(run: Run, network: OpalNetwork, loaders: Loaders, background: lis
     frozen = head_fit.compute_frozen_features(
         network, batches, fabric,
         memory=options.cache_megabytes * MEGABYTE, foreground=options.foreground > 0, progress=run.progress,
-        views=head_fit.BRIEF_VIEWS if options.epochs else head_fit.VIEWS,
+        views=views,
     )  # fmt: skip
     answers = None
     if loaders.val is None:
@@ -234,8 +235,7 @@ def fit_frozen(run: Run, network: OpalNetwork, loaders: Loaders, background: lis
         frozen.basis.copy_slots(network.head, find_kept_slots(run.data.class_names, run.start)[0], head)
     objective = make_objective(options, run.data, head, fitting=True)
     loss, accuracy = head_fit.fit_head(
-        head, frozen, objective, fabric, steps=options.head_steps, progress=run.progress,
-        passes=head_fit.BRIEF_PASSES if options.epochs else head_fit.LEAST_PASSES,
+        head, frozen, objective, fabric, steps=options.head_steps, progress=run.progress, passes=passes
     )  # fmt: skip
     if answers is not None:
         first = frozen.positions[: len(frozen.labels) // frozen.views].argsort()

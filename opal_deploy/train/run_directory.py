@@ -80,7 +80,7 @@ class EpochRecord:
 
 
 @dataclass(frozen=True)
-class Apart:
+class WithoutCopies:
     """The answers to the test images that are no near copies of training images: how many, and the share of right ones.
 
     A test image that is one says little about images that are not.
@@ -100,7 +100,7 @@ class TrainResult:
         epochs: one record per epoch, and one of epoch 0 if the head was fitted first.
         val: metrics of the best weights on the validation split.
         test: metrics of the best weights on the test split; None where the data set has none.
-        apart: of the test images that are no near copies of training images; None where all or none are.
+        without_copies: of the test images that are no near copies of training images; None where all or none are.
         calibration: calibration of the best weights on the validation split.
         last: the checkpoint of the last epoch.
         config: the content of config.json: options, data set, weights, versions.
@@ -113,7 +113,7 @@ class TrainResult:
     epochs: list[EpochRecord]
     val: Evaluation
     test: Evaluation | None
-    apart: Apart | None
+    without_copies: WithoutCopies | None
     calibration: Calibration
     last: Path
     config: dict[str, Any]

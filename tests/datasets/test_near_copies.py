@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from opal_deploy.datasets.near_copies import find_near_copies, make_thumbnail
+from opal_deploy.datasets.near_copies import compute_thumbnail, find_near_copies
 from opal_deploy.datasets.registry import read_dataset
 
 
 def shrink(image):
-    return make_thumbnail(np.asarray(image.convert("RGB").resize((224, 224), Image.Resampling.BILINEAR)))
+    return compute_thumbnail(np.asarray(image.convert("RGB").resize((224, 224), Image.Resampling.BILINEAR)))
 
 
 def save_again(image, quality, scale):
@@ -35,12 +35,12 @@ def test_what_one_camera_took_from_one_place_is_not_a_copy():
     rng = np.random.default_rng(0)
     scene = rng.integers(0, 200, (64, 64, 3))
     images = [np.uint8(scene + np.kron(rng.integers(0, 20, (8, 8, 3)), np.ones((8, 8, 1)))) for _ in range(40)]
-    thumbnails = np.array([make_thumbnail(image) for image in images])
+    thumbnails = np.array([compute_thumbnail(image) for image in images])
     assert (find_near_copies(thumbnails[:20], thumbnails[20:]) == -1).all()
     assert find_near_copies(thumbnails[:20], thumbnails[7:8]).tolist() == [7]
 
 
 def test_an_image_of_one_colour_is_no_copy_of_another():
     black, white = np.zeros((9, 9, 3), np.uint8), np.full((9, 9, 3), 255, np.uint8)
-    thumbnails = np.array([make_thumbnail(image) for image in (black, white)])
+    thumbnails = np.array([compute_thumbnail(image) for image in (black, white)])
     assert find_near_copies(thumbnails, thumbnails).tolist() == [-1, -1]

@@ -14,8 +14,10 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from opal_deploy.artifact.files import atomic_write
 from opal_deploy.visualization.overlay import MEANINGS, arrange_boxes, build_bars, describe_boxes
 from opal_deploy.visualization.sentences import GLOSSARY, WORDS, describe_answer, headline
 from opal_deploy.visualization.style import COLORS, count_of, escape_unprintable, format_number, text_color, to_hex
@@ -74,6 +76,12 @@ def render_page(package: str, name: str, *, script: str = "", images: str = "dat
     )
     template = load_templates(package).get_template(f"{name}.html.jinja")
     return template.render(policy=policy, style=mark_safe(style), script=mark_safe(script), **content)
+
+
+def save_page(path: Path, text: str, *, overwrite: bool = True) -> None:
+    """Write a page under its final name once it is whole; UsageError if it cannot be written."""
+    with atomic_write(path, replace=overwrite) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
 
 
 @cache
