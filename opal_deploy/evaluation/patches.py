@@ -23,7 +23,7 @@ from opal_deploy.runtime.session import Session
 from opal_deploy.visualization.overlay import cut_patch
 
 # more images take minutes on a processor
-_MAX_IMAGES = 4_000
+MAX_IMAGES = 4_000
 _SIDE = 96
 # of one patch as JPEG: two of each of five slots in the 20 kB of a class
 _BYTES, _QUALITIES = 2_000, (85, 75, 65, 55, 45, 35, 25)
@@ -39,9 +39,7 @@ def collect_patches(
     metadata = session.metadata
     if metadata.evidence != "exact":
         return None
-    chosen, outputs = run_on_some(
-        session, samples, _MAX_IMAGES, boxes=boxes, progress=progress, note="choosing patches"
-    )
+    chosen, outputs = run_on_some(session, samples, MAX_IMAGES, boxes=boxes, progress=progress, note="choosing patches")
     return cut_patches(outputs, [samples[index] for index in chosen], metadata, split, boxes=boxes)
 
 

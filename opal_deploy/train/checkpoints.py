@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -32,20 +33,22 @@ from opal_deploy.evaluation.metrics import (
     count_by_class,
     margins,
 )
-from opal_deploy.evaluation.patches import collect_patches, cut_patches
-from opal_deploy.evaluation.record import baseline_of, fit_neighbours, measure_baseline
+from opal_deploy.evaluation.patches import MAX_IMAGES, cut_patches
+from opal_deploy.evaluation.record import baseline_of, measure_baseline, pool_features
+from opal_deploy.evaluation.session import choose_samples, photographs
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model.checkpoint import Checkpoint, build_metadata, save
 from opal_deploy.model.config import NetworkConfig
-from opal_deploy.model.neighbours import Neighbours
+from opal_deploy.model.neighbours import Neighbours, max_images
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.model.state_dicts import load_torch_file
+from opal_deploy.preprocess.resize import normalise
 from opal_deploy.records.decision import describe_supported_rates
 from opal_deploy.runtime.torch_session import TorchSession, to_outputs
 from opal_deploy.train import machine
 from opal_deploy.train.images import Batches, Loaders, normalize
 from opal_deploy.train.network import Run
-from opal_deploy.train.out_of_fold import OutOfFold
+from opal_deploy.train.out_of_fold import OutOfFold, TrainingOutputs
 from opal_deploy.train.run_directory import (
     RESUME_ADVICE,
     EpochRecord,
@@ -178,11 +181,16 @@ class RunWriter:
     # epoch and measurements of the weights in best.pt
     measured: tuple[int, Measurements] | None = None
 
-    def measure(self, epoch: int, answers: OutOfFold | None = None) -> Measurements:
-        """Measure the network as it is, the weights of an epoch.
+    def measure(
+        self, epoch: int, answers: OutOfFold | None = None, training: TrainingOutputs | None = None
+    ) -> Measurements:
+        """Measure the network as it is, the weights of an epoch, on all images but the test images.
 
-        Out-of-fold `answers`, of a network whose head was fitted to all training images, stand in for answers to
-        validation images.
+        Args:
+            epoch: 0 for a fitted head.
+            answers: out of fold, of a network whose head was fitted to all training images; they stand in for answers
+                to validation images.
+            training: the network's outputs for training images, where they are known.
         """
         run, config, class_map = self.run, self.network.config, self.network.config.class_map
         # measuring must not change the run's random numbers
@@ -193,54 +201,68 @@ class RunWriter:
             else:
                 assert self.loaders.val is not None  # without out-of-fold answers
                 outputs = predict(self.network, self.loaders.val, run.fabric, progress=run.progress)
-            test = others = None
             val, calibration = outputs.compute_metrics(class_map), calibrate(outputs.logits, outputs.labels)
             if answers is not None:
                 calibration = replace(calibration, split="out-of-fold")
             # only the process that writes them measures them, on a bounded number of images
-            own = self._measure_evidence(answers) if run.fabric.is_global_zero else {}
-            if self.loaders.test is not None:
-                outputs = predict(self.network, self.loaders.test, run.fabric, progress=run.progress)
-                test = outputs.compute_metrics(class_map)
-                if (copied := self.loaders.copied) is not None and 0 < copied.sum() < len(copied):
-                    right = (outputs.logits.argmax(axis=1) == outputs.labels)[~copied]
-                    others = WithoutCopies(len(right), float(right.mean()))
+            own = self._measure_evidence(answers, training) if run.fabric.is_global_zero else {}
             classes = count_by_class(outputs.logits, outputs.labels, run.data.class_names)
         machine.set_tf32(run.options.tf32)
-        measured = Measurements(val, test, others, classes, calibration, **own)
+        measured = Measurements(val, None, None, classes, calibration, **own)
         self.measured = epoch, measured
         return measured
 
-    def _measure_evidence(self, answers: OutOfFold | None) -> dict[str, Any]:
+    def _measure_test(self, test: Batches, measured: Measurements) -> Measurements:
+        """Return the measurements with those on the test split."""
+        run = self.run
+        machine.set_tf32(enabled=False)
+        outputs, others = predict(self.network, test, run.fabric, progress=run.progress), None
+        machine.set_tf32(run.options.tf32)
+        if (copied := self.loaders.copied) is not None and 0 < copied.sum() < len(copied):
+            right = (outputs.logits.argmax(axis=1) == outputs.labels)[~copied]
+            others = WithoutCopies(len(right), float(right.mean()))
+        classes = count_by_class(outputs.logits, outputs.labels, run.data.class_names)
+        metrics = outputs.compute_metrics(self.network.config.class_map)
+        return replace(measured, test=metrics, without_copies=others, classes=classes)
+
+    def _measure_evidence(self, answers: OutOfFold | None, training: TrainingOutputs | None) -> dict[str, Any]:
         """Return the receptive field, neighbours, baseline and patches."""
         network, data, progress = self.network, self.run.data, self.run.progress
         field = measure_receptive_field(network, data.val or data.train)
+        if network.config.head.evidence != "exact":
+            return {"receptive_field": field}
         model = Checkpoint(network, data.class_names, receptive_field=field)
+        metadata = build_metadata(model)
+        if training is None:
+            training = answer_training_images(network, data.train, self.background, progress)
+        neighbours = training.neighbours
         if answers is None:
-            neighbours = network.neighbours = fit_neighbours(network, data.train, self.background, progress=progress)
+            network.neighbours = neighbours
             session = TorchSession(model, device=str(self.run.fabric.device))
             baseline = measure_baseline(session, data.val, neighbours, progress=progress)
-            patches = collect_patches(session, data.train, "train", progress=progress)
             network.neighbours = None
-            return {"receptive_field": field, "neighbours": neighbours, "baseline": baseline, "patches": patches}
-        known: dict[str, Any] = {"receptive_field": field, "neighbours": answers.neighbours}
-        if network.config.head.evidence == "exact" and answers.whole is not None:
-            positions, outputs = answers.whole
-            metadata, samples = build_metadata(model), [data.train[position] for position in positions.tolist()]
-            kept = 0 if answers.neighbours is None else answers.neighbours.num_background
-            known["baseline"] = baseline_of(answers.outputs, metadata, kept, "out-of-fold")
-            known["patches"] = cut_patches(outputs, samples, metadata, "train")
-        return known
+        else:
+            kept = 0 if neighbours is None else neighbours.num_background
+            baseline = baseline_of(answers.outputs, metadata, kept, "out-of-fold")
+        samples = [data.train[position] for position in training.positions]
+        patches = cut_patches(training.outputs, samples, metadata, "train")
+        return {"receptive_field": field, "neighbours": neighbours, "baseline": baseline, "patches": patches}
 
-    def write_best(self, state: TrainState) -> Measurements:
-        """Measure the best weights so far, then write best.pt; leaves them in the network."""
+    def write_best(self, state: TrainState, *, is_last: bool = True) -> Measurements:
+        """Measure the best weights so far, then write best.pt; leaves them in the network.
+
+        Test images are answered by the last weights only: they may be many, and nothing depends on them.
+        """
         assert state.best is not None  # called after an epoch
         epoch, network = state.best[0], self.network
+        network.load_state_dict(state.best_weights or {})
         if self.measured is None or self.measured[0] != epoch:
-            network.load_state_dict(state.best_weights or {})
             self.measure(epoch)
         assert self.measured is not None
         measured = self.measured[1]
+        if is_last and measured.test is None and self.loaders.test is not None:
+            measured = self._measure_test(self.loaders.test, measured)
+            self.measured = epoch, measured
         network.neighbours = measured.neighbours
         self._save(
             self.run_dir.best, {"epoch": epoch, **measured.metrics}, {"state_dict": state.best_weights},
@@ -298,6 +320,41 @@ class RunWriter:
             )  # fmt: skip
             with stop_when_full():
                 save(path, checkpoint, extra=content)
+
+
+def answer_training_images(
+    network: OpalNetwork, samples: Sequence[Sample], background: Sequence[Sample], progress: Progress
+) -> TrainingOutputs:
+    """Return the outputs of a network, whose evidence is single cells, for up to 4,000 images, or five per class.
+
+    Args:
+        network: left in evaluation mode; computes on its device.
+        samples: the training images, which are not augmented.
+        background: out-of-distribution images; none, or 5 to 2,000.
+    """
+    config, device = network.config, next(network.eval().parameters()).device
+    most = max_images(config.num_classes)
+
+    def run(pixels: NDArray[np.uint8]) -> tuple[Outputs, Tensor]:
+        inputs = torch.from_numpy(normalise(pixels, config.mean, config.std)).to(device)
+        with torch.inference_mode():
+            features = network.backbone(inputs).float()
+            outputs = network.head.explain(network.head.project(features))
+        return to_outputs(outputs), features.mean((2, 3)).cpu()
+
+    positions = choose_samples(samples, max(MAX_IMAGES, most))
+    batches = photographs(
+        run, samples, config.input_size, chosen=positions, progress=progress, note="answering training images"
+    )
+    outputs, pooled = zip(*(images.outputs for images in batches), strict=True)
+    shown = [samples[position] for position in positions]
+    kept = choose_samples(shown, most)
+    labels = torch.tensor([shown[index].label for index in kept])
+    # of inference mode, whose tensors a module cannot keep
+    features = torch.cat(pooled)[kept].clone()
+    neighbours = Neighbours.fit(features, labels, pool_features(network, background, progress=progress))
+    neighbours = None if neighbours is None else neighbours.to(device)
+    return TrainingOutputs(positions, Outputs.concatenate(list(outputs)), neighbours)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:

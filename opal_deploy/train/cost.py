@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opal_deploy.model.head import OpalHead
 from opal_deploy.model.network import OpalNetwork
-from opal_deploy.train.head_fit import BATCH, DIRECTIONS, plan_fit
+from opal_deploy.train.head_fit import BATCH, DIRECTIONS, LEAST_PASSES, VIEWS
 from opal_deploy.train.images import TrainImages, normalize
 from opal_deploy.train.network import Run
 
@@ -37,10 +37,10 @@ def describe_cost(run: Run, network: OpalNetwork, images: TrainImages, heads: in
     epochs = options.epochs or 0
     line = f"{len(data.train):,} training, {len(data.val):,} validation, {len(data.test):,} test images; "
     if heads:
-        views, passes = plan_fit(epochs)
-        seen = len(views) * len(data.train)
-        steps = heads * max(options.head_steps, passes * math.ceil(seen / BATCH))
-        first = forward * (seen + len(data.val) + len(data.test))
+        seen = len(VIEWS) * len(data.train)
+        steps = heads * max(options.head_steps, LEAST_PASSES * math.ceil(seen / BATCH))
+        # validation images are answered three times: for metrics, the baseline, and as epoch 0
+        first = forward * (seen + 3 * len(data.val) + (0 if epochs else len(data.test)))
         line += f"best.pt in about {_round(first + steps * measure_seconds_per_step(network) / processes)}"
         if not epochs:
             return line

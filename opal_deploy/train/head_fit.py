@@ -34,8 +34,6 @@ VIEWS = (WHOLE, MIRRORED, 1)
 BATCH = 64
 # with 5 passes the head answered 78 % of 100 species, with 21 as much as a linear classifier
 LEAST_PASSES = 20
-# both where fine-tuning follows, which a good head begins as well as the best one
-_BRIEF_VIEWS, _BRIEF_PASSES = VIEWS[:2], 10
 # Adam's initial learning rate, for features whose root mean square is 1
 _RATE = 6e-3
 # directions of a basis, and the images whose cells it is found from
@@ -47,11 +45,6 @@ _FINER = 1.4
 _TINY = 1e-6
 # features, pooled, labels, regions and positions of a batch, see `FrozenFeatures`
 _Part = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
-
-
-def plan_fit(epochs: int | None) -> tuple[tuple[int, ...], int]:
-    """Return the views of each image that a head is fitted to, and the passes over them, before so many epochs."""
-    return (_BRIEF_VIEWS, _BRIEF_PASSES) if epochs else (VIEWS, LEAST_PASSES)
 
 
 @dataclass(frozen=True)
@@ -149,9 +142,9 @@ class FrozenFeatures:
 
 def compute_frozen_features(
     network: OpalNetwork, batches: Batches, fabric: Fabric, *,
-    memory: int, foreground: bool, progress: Progress, views: Sequence[int] = VIEWS,
+    memory: int, foreground: bool, progress: Progress,
 ) -> FrozenFeatures:  # fmt: skip
-    """Return the backbone's features of as many of the `views` of the training images as fit into memory.
+    """Return the backbone's features of as many of the three views of the training images as fit into memory.
 
     Where not even one view of all images fits, a random part of the images is taken.
 
@@ -165,7 +158,7 @@ def compute_frozen_features(
     """
     network.eval()
     # without augmentation all views would be the same
-    wanted = views if batches.images.augmentation is not None else views[:1]
+    wanted = VIEWS if batches.images.augmentation is not None else VIEWS[:1]
     share, per_view = sum(map(len, batches.local_plan())), len(batches.plan())
     channels = network.backbone.num_features
     number_bytes = 2 * min(channels, DIRECTIONS) if network.config.head.projection else 4 * channels
@@ -225,13 +218,12 @@ def fit_head(
     *,
     steps: int,
     progress: Progress,
-    passes: int = LEAST_PASSES,
     among: Tensor | None = None,
     note: str = "fitting the head",
 ) -> tuple[float, float]:
     """Fit a head to features in memory; return mean loss in nats and accuracy, 0 ... 1, of the last tenth of the steps.
 
-    Adam, at a learning rate that falls along a cosine. At least `passes` over the features are made, whatever `steps`.
+    Adam, at a learning rate that falls along a cosine. At least 20 passes over the features are made, whatever `steps`.
 
     Args:
         head: of the features or coordinates, see `FrozenFeatures`; computes in float32, and is left in evaluation mode.
@@ -241,7 +233,7 @@ def fit_head(
     head.train()
     model = HeadTerms(head, apart=objective.apart > 0).to(fabric.device)
     rows = torch.arange(len(frozen.labels)) if among is None else among
-    steps = max(steps, round(frozen.batches * len(rows) / len(frozen.labels)) * passes)
+    steps = max(steps, round(frozen.batches * len(rows) / len(frozen.labels)) * LEAST_PASSES)
     parameters = [weight for weight in head.parameters() if weight.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=_RATE)
     totals = torch.zeros(3, dtype=torch.float64)

@@ -48,7 +48,7 @@ from opal_deploy.train.network import (
     settle_stride,
 )
 from opal_deploy.train.options import TrainOptions
-from opal_deploy.train.out_of_fold import OutOfFold
+from opal_deploy.train.out_of_fold import OutOfFold, TrainingOutputs
 from opal_deploy.train.run_directory import (
     EpochRecord,
     TrainResult,
@@ -78,6 +78,7 @@ class Fitted(NamedTuple):
     accuracy: float  # of the same steps, 0 ... 1
     images_per_second: float  # feature maps computed per second by this process
     answers: OutOfFold | None  # to the training images; None where there are validation images
+    training: TrainingOutputs | None  # of the fitted head; None where no single process knows them
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,6 @@ def fit_frozen(run: Run, network: OpalNetwork, loaders: Loaders, background: lis
     fitted to images that a fold must not know.
     """
     fabric, options, head = run.fabric, run.options, network.head
-    views, passes = head_fit.plan_fit(options.epochs)
     # as many workers as in fine-tuning: with none, a GPU waits for the augmentation
     batches = Batches(
         loaders.train.images, head_fit.BATCH, shuffle_seed=options.seed, workers=loaders.train.workers,
@@ -222,11 +222,9 @@ def fit_frozen(run: Run, network: OpalNetwork, loaders: Loaders, background: lis
     frozen = head_fit.compute_frozen_features(
         network, batches, fabric,
         memory=options.cache_megabytes * MEGABYTE, foreground=options.foreground > 0, progress=run.progress,
-        views=views,
     )  # fmt: skip
-    answers = None
+    answers, training, known = None, None, pool_features(network, background, progress=run.progress)
     if loaders.val is None:
-        known = pool_features(network, background, progress=run.progress)
         answers = out_of_fold.answer_out_of_fold(run, network, frozen, known)
     elif fabric.world_size == 1 and len(run.data.train) <= _MAX_COMPARED:
         run.log(out_of_fold.compare_plainly(run, network, frozen))
@@ -235,15 +233,13 @@ def fit_frozen(run: Run, network: OpalNetwork, loaders: Loaders, background: lis
         frozen.basis.copy_slots(network.head, find_kept_slots(run.data.class_names, run.start)[0], head)
     objective = make_objective(options, run.data, head, fitting=True)
     loss, accuracy = head_fit.fit_head(
-        head, frozen, objective, fabric, steps=options.head_steps, progress=run.progress, passes=passes
+        head, frozen, objective, fabric, steps=options.head_steps, progress=run.progress
     )  # fmt: skip
-    if answers is not None:
-        first = frozen.positions[: len(frozen.labels) // frozen.views].argsort()
-        outputs = out_of_fold.compute_outputs(head, None, frozen, first)
-        answers = replace(answers, whole=(frozen.positions[first].numpy(), outputs))
+    if fabric.world_size == 1:
+        training = out_of_fold.answer_training_images(run, network, head, frozen, known)
     if frozen.basis is not None:
         frozen.basis.set_projection(network.head, head)
-    return Fitted(loss, accuracy, frozen.images_per_second, answers)
+    return Fitted(loss, accuracy, frozen.images_per_second, answers, training)
 
 
 def finish_head_fit(trained: Trained, fitted: Fitted, seconds: float, state: TrainState, writer: RunWriter) -> int:
@@ -251,9 +247,9 @@ def finish_head_fit(trained: Trained, fitted: Fitted, seconds: float, state: Tra
     run, answers = writer.run, fitted.answers
     if answers is None:
         val = validate(run, trained, writer.loaders, epoch=0)
-    else:
-        measured = writer.measure(0, answers)
-        val, files = measured.val, writer.run_dir
+    measured, files = writer.measure(0, answers, fitted.training), writer.run_dir
+    if answers is not None:
+        val = measured.val
         with stop_when_full():
             temperature = measured.calibration.temperature
             doubtful = write_answers(files.answers, files.doubtful, answers, run.data, temperature)
@@ -423,7 +419,7 @@ def record_epoch(
         state.best, state.best_weights = (record.epoch, val), checkpoints.copy_weights(writer.network)
     if is_first:
         # before last.pt: a process that is killed between the two repeats this epoch
-        writer.write_best(state)
+        writer.write_best(state, is_last=record.epoch >= epochs)
     writer.write_last(state, optimizer)
     run.log(record.describe(epochs, is_best=improves))
     per_epoch = len(run.data.train) + len(run.data.val)

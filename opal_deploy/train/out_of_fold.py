@@ -15,6 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.metrics import mean_with_interval
+from opal_deploy.evaluation.patches import MAX_IMAGES
 from opal_deploy.evaluation.record import pool_features
 from opal_deploy.evaluation.session import choose_samples
 from opal_deploy.model.backbones import own_stride
@@ -65,9 +67,14 @@ class OutOfFold:
     outputs: Outputs  # of all n images, with OOD scores by the neighbours among the other folds
     plain: NDArray[np.bool_]  # [n], whether the logistic regression is right
     pooled: NDArray[np.float32]  # [n, D], means of the frozen network's features over the cells
-    neighbours: Neighbours | None  # among all training images; None where there are none, see `Neighbours.fit`
-    # positions, ascending, and outputs of the head that is kept; None before its fit
-    whole: tuple[NDArray[np.int64], Outputs] | None = None
+
+
+class TrainingOutputs(NamedTuple):
+    """A network's outputs for n training images, of which neighbours and patches are chosen."""
+
+    positions: list[int]  # [n], of the images in the data set's training images, ascending
+    outputs: Outputs
+    neighbours: Neighbours | None  # None where there are none, see `Neighbours.fit`
 
 
 def count_folds(images: int) -> int:
@@ -144,9 +151,24 @@ def answer_out_of_fold(run: Run, network: OpalNetwork, frozen: FrozenFeatures, b
     plain = np.concatenate([part[2] for part in parts], axis=1)
     best: NDArray[np.bool_] = plain[plain.sum(axis=1).argmax()][order]
     outputs, rows = Outputs.concatenate([part[1] for part in parts]).take(order.tolist()), rows[order]
-    neighbours = choose_neighbours(run, network, frozen, torch.arange(images), background)
     positions, labels, pooled = (tensor[rows].numpy() for tensor in (frozen.positions, frozen.labels, frozen.pooled))
-    return OutOfFold(positions, labels, outputs, best, pooled, neighbours)
+    return OutOfFold(positions, labels, outputs, best, pooled)
+
+
+def answer_training_images(
+    run: Run, network: OpalNetwork, head: OpalHead, frozen: FrozenFeatures, background: Tensor
+) -> TrainingOutputs | None:
+    """Return the outputs of the fitted head for the images in memory; None unless single cells are its evidence.
+
+    Arguments are those of `answer_out_of_fold`.
+    """
+    if network.config.head.evidence != "exact":
+        return None
+    images = len(frozen.labels) // frozen.views
+    rows = frozen.positions[:images].argsort()
+    rows = rows[choose_samples([run.data.train[position] for position in frozen.positions[rows].tolist()], MAX_IMAGES)]
+    neighbours = choose_neighbours(run, network, frozen, torch.arange(images), background)
+    return TrainingOutputs(frozen.positions[rows].tolist(), compute_outputs(head, None, frozen, rows), neighbours)
 
 
 def choose_neighbours(

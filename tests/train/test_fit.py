@@ -90,8 +90,12 @@ def test_best_is_complete_whenever_it_exists(squares, tmp_path):
             seen.append(checkpoint.load(tmp_path / "best.pt"))
 
     fit(squares, OPTIONS, tmp_path, log=look)
-    assert (seen[0].metrics["epoch"], seen[0].metrics["test_images"]) == (1, 9)
-    assert None not in (seen[0].receptive_field, seen[0].calibration, seen[0].baseline)
+    first, last = seen[0], checkpoint.load(tmp_path / "best.pt")
+    assert (first.metrics["epoch"], first.metrics["val_images"]) == (1, len(squares.val))
+    assert None not in (first.receptive_field, first.calibration, first.baseline, first.patches)
+    # test images are answered once, in the end
+    assert "test_images" not in first.metrics
+    assert last.metrics["test_images"] == 9
 
 
 def test_images_that_cannot_be_decoded_are_left_out_with_one_warning(squares, tmp_path):

@@ -141,7 +141,7 @@ def test_a_doubtful_photograph_is_shown_with_those_that_it_is_most_like(squares,
     pooled = np.eye(3, dtype=np.float32)[answered] + np.random.default_rng(0).normal(0, 0.01, (24, 3)).astype(
         np.float32
     )
-    answers = OutOfFold(np.arange(24), labels, Outputs(logits), np.ones(24, bool), pooled, None)
+    answers = OutOfFold(np.arange(24), labels, Outputs(logits), np.ones(24, bool), pooled)
     table, page = tmp_path / "answers.csv", tmp_path / "doubtful.html"
     assert write_answers(table, page, answers, squares, 0.2) == 1
     name = squares.train[5].path.relative_to(squares.root).as_posix()
