@@ -22,7 +22,7 @@ from opal_deploy.api.options import AtlasOptions
 from opal_deploy.auditing.options import DiffOptions, DriftOptions, VerifyOptions
 from opal_deploy.cli import app
 from opal_deploy.editing.api import EditOptions
-from opal_deploy.evaluation.options import EvaluateOptions
+from opal_deploy.evaluation.api import EvaluateOptions
 from opal_deploy.export.options import EngineOptions, OnnxOptions, TritonOptions, WebOptions
 from opal_deploy.options import Options, default_of, option_fields
 from opal_deploy.records.record import json_schema

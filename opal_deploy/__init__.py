@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from opal_deploy.auditing.verify import Verification, verify
     from opal_deploy.editing.api import EditResult, edit_model
     from opal_deploy.evaluation.api import evaluate_model
-    from opal_deploy.evaluation.atlas import CreatedAtlas, create_atlas
     from opal_deploy.evaluation.measure import ModelEvaluation
+    from opal_deploy.evaluation.patches import CreatedAtlas, create_atlas
     from opal_deploy.export.api import export_engines, export_model, export_triton, export_web
     from opal_deploy.export.plan import ExportResult
     from opal_deploy.records.record import Answer, Answered, Failed, Record, Slot, json_schema
@@ -101,7 +101,7 @@ __all__ = [
 
 # modules that are imported when one of their names is first used
 _LAZY = {
-    "evaluation.atlas": ("CreatedAtlas", "create_atlas"),
+    "evaluation.patches": ("CreatedAtlas", "create_atlas"),
     "auditing.diff": ("DiffReport", "diff"),
     "auditing.drift": ("DriftReport", "find_drift"),
     "auditing.inspection": ("Inspection", "inspect"),

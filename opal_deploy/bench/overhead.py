@@ -17,14 +17,16 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import ROUND_HALF_EVEN, Decimal
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from ptflops import get_model_complexity_info
+from torch import nn
 
 from opal_deploy.bench.measurement import Figure, Measurement, Target, format_table
-from opal_deploy.errors import UsageError, VerificationError, require
+from opal_deploy.errors import UsageError, VerificationError
 from opal_deploy.logs import Log
-
-if TYPE_CHECKING:
-    from torch import nn
+from opal_deploy.model.backbones import build, count_macs, list_variants
 
 CONVENTIONS = {
     "paper": "what the paper prints as FLOPs: multiply-accumulates counted as one, with biases, activations, "
@@ -94,10 +96,8 @@ def count_rows(
 ) -> list[Row]:
     """Count every backbone, cut at every stride (None: before its pooling), with every head and number of classes.
 
-    Raises UsageError for a backbone, stride or size that does not fit, and MissingExtra without ptflops.
+    Raises UsageError for a backbone, stride or size that does not fit.
     """
-    from opal_deploy.model.backbones import build, list_variants
-
     rows: list[Row] = []
     for name, stride, keep in list_variants(backbones, strides, keep_layers):
         network = build(name, stride=stride, keep_layers=keep, input_size=input_size, device="meta").eval()
@@ -113,12 +113,6 @@ def count_rows(
 
 def count_module(module: nn.Module, input_shape: tuple[int, ...], name: str = "module") -> Counts:
     """Count a module on the device `meta` for one input of a shape without the batch; UsageError if ptflops cannot."""
-    require("ptflops", "bench", "opal-deploy bench overhead")
-    import torch
-    from ptflops import get_model_complexity_info
-
-    from opal_deploy.model.backbones import count_macs
-
     params = sum(p.numel() for p in module.parameters() if p.requires_grad)
     macs = count_macs(module, input_shape)
     # on meta a linear layer runs as a product in Python, which ptflops would count a second time

@@ -22,7 +22,7 @@ def atlas(
     model: ModelOption = None,
 ) -> None:
     """Write a page that shows what each slot stands for: the training patches in which it was strongest."""
-    from opal_deploy.evaluation.atlas import create_atlas
+    from opal_deploy.evaluation.patches import create_atlas
 
     with progress("images") as advance:
         created = create_atlas(model, **replace(options, data=data, log=print_message, progress=advance).keywords())

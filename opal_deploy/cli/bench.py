@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from opal_deploy.artifact.files import model_kind
 from opal_deploy.bench.options import (
     CompareOptions,
     OutputOptions,
@@ -142,7 +143,6 @@ def _load_models(options: SweepOptions) -> Iterator[TimedModel]:
 
     Raises the last one's error if none can.
     """
-    from opal_deploy.artifact.files import model_kind
     from opal_deploy.bench.models import list_setups, load_model
 
     if not options.model and not options.backbone:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from opal_deploy.auditing.options import ConvertOptions
-from opal_deploy.cli.console import print_json_line, print_message
+from opal_deploy.cli.console import print_json, print_json_line, print_message
 
 
 def convert(
@@ -35,4 +35,4 @@ def schema() -> None:
     """Write the JSON schema (draft 2020-12) of a record, a line of results.jsonl, to stdout."""
     from opal_deploy.records.record import json_schema
 
-    print_json_line(json.dumps(json_schema(), indent=2))
+    print_json(json_schema())

@@ -10,7 +10,7 @@ import typer
 
 from opal_deploy.cli.console import print_json, print_line, progress
 from opal_deploy.errors import ExitCode
-from opal_deploy.evaluation.options import EvaluateOptions
+from opal_deploy.evaluation.api import EvaluateOptions, evaluate_model
 
 
 def evaluate(
@@ -23,8 +23,6 @@ def evaluate(
 
     Takes checkpoints and exported models; the difference of both shows what deployment costs.
     """
-    from opal_deploy.evaluation.api import evaluate_model
-
     with progress("evaluating") as advance:
         result = evaluate_model(model, data, **replace(options, log=print_line, progress=advance).keywords())
     if as_json:

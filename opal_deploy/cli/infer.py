@@ -10,7 +10,7 @@ import typer
 from opal_deploy.cli.console import print_json, print_message, progress
 from opal_deploy.cli.options import ModelOption
 from opal_deploy.errors import ExitCode
-from opal_deploy.run.options import InferOptions
+from opal_deploy.run.options import InferOptions, handle_signals
 
 
 def infer(
@@ -31,7 +31,6 @@ def infer(
     A run that ended early continues when the same command is given again.
     """
     from opal_deploy.api.infer import run_inference
-    from opal_deploy.run.options import handle_signals
 
     with handle_signals(print_message) as interrupt, progress("images") as advance:
         options = replace(options, log=print_message, progress=advance, interrupt=interrupt)

@@ -38,7 +38,7 @@ from opal_deploy.preprocess.geometry import Box
 IMAGES, BOXES = "images.txt", "bounding_boxes.txt"
 _TABLES = (IMAGES, "image_class_labels.txt", "train_test_split.txt", "classes.txt")
 _PART_LOCATIONS = Path("parts") / "part_locs.txt"
-_BOX_LINE = re.compile(r"\s*\d+(\s+[-+.\deE]+){4}\s*$")
+_NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
 _ADVICE = "unpack the official archive again, or fix its tables; evaluate --no-parts leaves out those of the parts"
 
 
@@ -57,8 +57,7 @@ def _read_cub(folder: Path) -> Listing:
                 f"{folder}: image id {key}: no line, class or flag in some table ({error}); {_ADVICE}"
             ) from None
         splits[split].append(sample)
-    listing = build_listing("cub", folder, [classes[key][0] for key in ids], splits, crop="boxes")
-    return replace(listing, advice=_ADVICE)
+    return build_listing("cub", folder, [classes[key][0] for key in ids], splits, crop="boxes", advice=_ADVICE)
 
 
 def read_table(path: Path, num_values: int, *, num_ids: int = 1) -> dict[str, list[str]]:
@@ -73,22 +72,18 @@ def read_table(path: Path, num_values: int, *, num_ids: int = 1) -> dict[str, li
         UsageError: the table cannot be read, or is in another format.
     """
     rows: dict[str, list[str]] = {}
+    pattern = r"\s+".join([r"(\d+)"] * num_ids + [_NUMBER if num_values > 1 else "(.+)"] * num_values)
     for number, line in enumerate(read_text(path, _ADVICE).splitlines(), 1):
-        words = line.strip().split(maxsplit=1 if num_values == 1 else -1)
-        ids, values = words[:num_ids], words[num_ids:]
-        try:
-            key = " ".join(str(int(word)) for word in ids)
-            is_valid = len(values) == num_values and key not in rows
-            is_valid = is_valid and (num_values == 1 or bool(np.isfinite([*map(float, values)]).all()))
-        except ValueError:
-            is_valid = False
-        if line.strip() and not is_valid:
+        match = re.fullmatch(pattern, line.strip())
+        words = match.groups() if match else ()
+        key = " ".join(str(int(word)) for word in words[:num_ids])
+        if match and key not in rows:
+            rows[key] = list(words[num_ids:])
+        elif line.strip():
             raise UsageError(
                 f"{path}, line {number}: {line.strip()[:80]!r} is not CUB's format, ids that are new ({num_ids}) and "
                 f"values ({num_values}) separated by spaces; {_ADVICE}"
             )
-        if line.strip():
-            rows[key] = values
     if not rows:
         raise UsageError(f"{path}: the table is empty; {_ADVICE}")
     return rows
@@ -102,7 +97,7 @@ def to_corners(box: Sequence[str]) -> Box:
 
 def is_cub_boxes(text: str) -> bool:
     """Return whether a text starts like CUB's bounding_boxes.txt, with a line of an id and four numbers."""
-    return _BOX_LINE.match(text.lstrip().partition("\n")[0]) is not None
+    return re.match(rf"\s*\d+(?:[ \t]+{_NUMBER}){{4}}\s*(\n|$)", text) is not None
 
 
 def read_cub_boxes(path: Path) -> list[tuple[str, Box]]:

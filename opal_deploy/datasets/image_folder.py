@@ -51,7 +51,6 @@ def _read_image_folder(root: Path) -> Listing:
     class_names = sorted(folders["train"])
     samples: dict[str, list[Sample]] = {}
     problems = []
-    unused = [path for folder in {root, *splits.values()} for path in folder.iterdir() if path.is_file()]
     for split, folder in splits.items():
         samples[split] = [
             Sample(path, label)
@@ -64,8 +63,8 @@ def _read_image_folder(root: Path) -> Listing:
         if unknown := sorted(folders[split].keys() - folders["train"].keys()):
             problems.append(f"classes in {folder.name}/ that {splits['train'].name}/ lacks: {shorten_list(unknown)}")
     listing = build_listing("imagefolder", root, class_names, samples)
-    images = [path for path in sorted(unused) if path.suffix.lower() in IMAGE_SUFFIXES and not is_hidden(path.name)]
-    if images:
+    inside = [path for folder in {root, *splits.values()} for path in folder.iterdir() if not is_hidden(path.name)]
+    if images := sorted(path for path in inside if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()):
         names = shorten_list([display_path(path, root) for path in images])
         listing.data.warnings.append(f"skipped, outside the class folders: {names}")
     return replace(listing, problems=problems, advice=_ADVICE)
@@ -114,7 +113,7 @@ def _read_csv(folder: Path) -> Listing:
     names = sorted({label for listed in samples.values() for _, label in listed})
     labels = {name: label for label, name in enumerate(names)}
     lists = {split: [Sample(image, labels[label]) for image, label in listed] for split, listed in samples.items()}
-    return replace(build_listing("csv", folder, names, lists), advice=_LIST_ADVICE)
+    return build_listing("csv", folder, names, lists, advice=_LIST_ADVICE)
 
 
 def _is_csv(folder: Path) -> bool:

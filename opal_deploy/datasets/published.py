@@ -70,10 +70,9 @@ def _read_voc_box(folder: Path, image: Path) -> Box | None:
     """Return the first box in an image's annotation, PASCAL VOC's XML: (x0, y0, x1, y1) in pixels."""
     path = folder / "Annotation" / image.parent.name / image.stem
     try:
-        element = ElementTree.parse(path).getroot().find("object/bndbox")
-        if element is None:
-            raise ValueError("no object/bndbox")
-        x0, y0, x1, y1 = (float(element.findtext(edge, "absent")) for edge in ("xmin", "ymin", "xmax", "ymax"))
+        root = ElementTree.parse(path).getroot()
+        edges = [f"object/bndbox/{edge}" for edge in ("xmin", "ymin", "xmax", "ymax")]
+        x0, y0, x1, y1 = (float(root.findtext(edge, f"no {edge}")) for edge in edges)
     # LookupError: an unknown encoding
     except (OSError, ElementTree.ParseError, ValueError, LookupError) as error:
         if image.is_file():
@@ -85,14 +84,8 @@ def _read_voc_box(folder: Path, image: Path) -> Box | None:
 def _read_lists(name: str, class_name: str, own_name: str, splits: Mapping[str, str], folder: Path) -> Listing:
     """Read a data set with a class of torchvision.datasets.
 
-    Args:
-        name, class_name: our name of the data set, and torchvision's class.
-        own_name: the folder in its root that torchvision reads; a link of this name leads to the user's folder.
-        splits: our names of the splits to torchvision's; an empty name for a class without splits.
-        folder: the data set's folder.
-
-    Raises:
-        UsageError: torchvision cannot read the lists, or they name different classes.
+    torchvision reads the folder `own_name` in a root; there a link of this name leads to the user's folder. `splits`
+    maps our names of the splits to torchvision's; an empty name is for a class without splits.
     """
     for package in ("torchvision", "scipy"):
         require(package, "train", f"reading {folder}")
@@ -145,20 +138,15 @@ def _list_samples(dataset: Any, link: Path) -> tuple[list[str], Iterable[tuple[s
 
 def _split_off_test(listing: Listing) -> Listing:
     """Set a stratified fifth aside for testing, where torchvision's class has no split."""
-    data = listing.data
-    parts = stratified_split([sample.label for sample in data.train], data.class_names, root=data.root)
-    train, test = ([data.train[i] for i in part] for part in parts)
+    train, test = stratified_split(listing.data)
     warning = (
         f"no official split: the test split is a stratified {SPLIT_FRACTION:.0%} of each class (seed {SPLIT_SEED}); "
         "results cannot be compared with published ones"
     )
-    return replace(listing, data=replace(data, train=train, test=test, warnings=[warning]))
+    return replace(listing, data=replace(listing.data, train=train, test=test, warnings=[warning]))
 
 
 _DEVKIT = "meta.bin|ILSVRC2012_devkit_t12.tar.gz"
-_TRAIN_TEST = {"train": "train", "test": "test"}
-_PETS = {"train": "trainval", "test": "test"}
-_IMAGENET = {"train": "train", "test": "val"}
 _ALL = {"train": "train", "val": "val", "test": "test"}
 _DOGS_FILES = ("Images/", "Annotation/", "train_list.mat|lists/train_list.mat", "test_list.mat|lists/test_list.mat")
 _CARS_FILES = ("devkit/", "cars_train/", "cars_test/", "cars_test_annos_withlabels.mat")
@@ -171,10 +159,10 @@ def _torchvision(name: str, class_name: str, own_name: str, splits: Mapping[str,
 
 DOGS = Adapter("dogs", _read_dogs, _DOGS_FILES)
 TORCHVISION_DATASETS = (
-    _torchvision("cars", "StanfordCars", "stanford_cars", _TRAIN_TEST, *_CARS_FILES),
-    _torchvision("pets", "OxfordIIITPet", "oxford-iiit-pet", _PETS, *_PETS_FILES),
+    _torchvision("cars", "StanfordCars", "stanford_cars", {"train": "train", "test": "test"}, *_CARS_FILES),
+    _torchvision("pets", "OxfordIIITPet", "oxford-iiit-pet", {"train": "trainval", "test": "test"}, *_PETS_FILES),
     _torchvision("flowers", "Flowers102", "flowers-102", _ALL, "jpg/", "setid.mat", "imagelabels.mat"),
-    _torchvision("imagenet", "ImageNet", "imagenet", _IMAGENET, "train/", "val/", _DEVKIT),
+    _torchvision("imagenet", "ImageNet", "imagenet", {"train": "train", "test": "val"}, "train/", "val/", _DEVKIT),
     _torchvision("caltech101", "Caltech101", "caltech101", {"train": ""}, "101_ObjectCategories/"),
     # torchvision's root holds dtd/, which holds the archive's own dtd/
     _torchvision("dtd", "DTD", "dtd/dtd", _ALL, "images/", "labels/train1.txt"),

@@ -153,8 +153,9 @@ class Adapter:
 
 
 def build_listing(
-    layout: str, folder: Path, class_names: list[str], splits: Mapping[str, list[Sample]], *, crop: Crop | None = None
-) -> Listing:
+    layout: str, folder: Path, class_names: list[str], splits: Mapping[str, list[Sample]], *, crop: Crop | None = None,
+    advice: str = ADVICE,
+) -> Listing:  # fmt: skip
     """Return a listing of `train`, `val` and `test`; labels without a class and paths elsewhere become problems."""
     problems: list[str] = []
     kept: dict[str, list[Sample]] = {"train": [], "val": [], "test": []}
@@ -165,7 +166,8 @@ def build_listing(
         paths = [sample.path for sample in samples]
         if outside := [str(p) for p in paths if not p.is_relative_to(folder) or ".." in p.relative_to(folder).parts]:
             problems.append(f"paths in the {split} list that lead out of the folder: {shorten_list(outside)}")
-    return Listing(DataSet(folder, layout, class_names, kept["train"], kept["val"], kept["test"], crop), problems)
+    data = DataSet(folder, layout, class_names, kept["train"], kept["val"], kept["test"], crop)
+    return Listing(data, problems, advice)
 
 
 def missing_files(folder: Path, *names: str) -> list[str]:
@@ -233,53 +235,47 @@ def unreadable_error(error: OSError, path: Path, advice: str = "make it readable
 
 def split_off_validation(data: DataSet) -> DataSet:
     """Return the data set with a fifth of each class's training images as validation images, see `stratified_split`."""
-    order, ranks = image_folder_order(data.train, data.class_names)
-    names = [name for _, name in sorted(zip(ranks, data.class_names, strict=True))]
-    first, second = stratified_split([ranks[data.train[i].label] for i in order], names, root=data.root)
-    train, val = ([data.train[i] for i in sorted(order[j] for j in part)] for part in (first, second))
+    train, val = stratified_split(data)
     lacking = classes_without_samples(val, data.class_names)
     warnings = [f"classes without a validation image: {shorten_list(lacking)}"] if lacking else []
     return replace(data, train=train, val=val, whole=data, warnings=[*data.warnings, *warnings])
 
 
-def image_folder_order(samples: list[Sample], class_names: list[str]) -> tuple[list[int], list[int]]:
-    """Return the order of samples and classes in torchvision's ImageFolder, one folder per class.
+def stratified_split(data: DataSet) -> tuple[list[Sample], list[Sample]]:
+    """Return four fifths of each class's training images, and the other fifth.
 
-    Returns positions in `samples`, by class folder, then by path; and for each label the position of its class folder.
-    A class's folder is the one that holds exactly its images, or else one with the class's name.
-    """
-    folders: list[set[str]] = [set() for _ in class_names]
-    for sample in samples:
-        folders[sample.label].add(str(sample.path.parent))
-    alone = all(len(own) <= 1 for own in folders) and len(set().union(*folders)) == sum(map(len, folders))
-    keys = [min(own, default="") if alone else name for own, name in zip(folders, class_names, strict=True)]
-    labels = sorted(range(len(keys)), key=keys.__getitem__)
-    ranks = sorted(range(len(keys)), key=labels.__getitem__)
-    # torchvision walks a class's folders one after the other
-    paths = [(ranks[sample.label], str(sample.path.parent), sample.path.name) for sample in samples]
-    return sorted(range(len(samples)), key=paths.__getitem__), ranks
-
-
-def stratified_split(labels: list[int], class_names: list[str], *, root: Path) -> tuple[list[int], list[int]]:
-    """Return positions in `labels` of a first and a second part, each ascending; depends on the order of images.
+    The split depends on the order of images and classes. It is that of torchvision's ImageFolder: by class folder, then
+    by path. A class's folder is the one that holds exactly its images, or else one with the class's name.
 
     Raises:
-        UsageError: names `root`; a class has a single image, or the second part would have fewer images than classes.
+        UsageError: a class has a single image, or a fifth would have fewer images than classes.
     """
     require("sklearn", "train", "a data set without an official split", pip_name="scikit-learn")
     from sklearn.model_selection import StratifiedShuffleSplit
 
+    samples, names = data.train, data.class_names
+    folders: list[set[str]] = [set() for _ in names]
+    for sample in samples:
+        folders[sample.label].add(str(sample.path.parent))
+    alone = all(len(own) <= 1 for own in folders) and len(set().union(*folders)) == sum(map(len, folders))
+    keys = [min(own, default="") if alone else name for own, name in zip(folders, names, strict=True)]
+    ranks = {label: rank for rank, label in enumerate(sorted(range(len(keys)), key=keys.__getitem__))}
+    # torchvision walks a class's folders one after the other
+    paths = [(ranks[sample.label], str(sample.path.parent), sample.path.name) for sample in samples]
+    order = sorted(range(len(samples)), key=paths.__getitem__)
+    labels = [paths[i][0] for i in order]
     splitter = StratifiedShuffleSplit(n_splits=1, test_size=SPLIT_FRACTION, random_state=SPLIT_SEED)
     try:
-        first, second = next(splitter.split(labels, labels))
+        parts = next(splitter.split(labels, labels))
     except ValueError as error:
-        counts = Counter(labels)
-        singles = shorten_list([name for label, name in enumerate(class_names) if counts[label] == 1]) or "none"
+        counts = Counter(sample.label for sample in samples)
+        singles = shorten_list([name for label, name in enumerate(names) if counts[label] == 1]) or "none"
         raise UsageError(
-            f"{root}: no stratified split of {pluralize(len(labels), 'image', 'images')} possible ({error}); classes "
-            f"with a single image: {singles}; add images, or give a val/ folder next to train/"
+            f"{data.root}: no stratified split of {pluralize(len(samples), 'image', 'images')} possible ({error}); "
+            f"classes with a single image: {singles}; add images, or give a val/ folder next to train/"
         ) from None
-    return sorted(int(i) for i in first), sorted(int(i) for i in second)
+    rest, fifth = ([samples[i] for i in sorted(order[position] for position in part)] for part in parts)
+    return rest, fifth
 
 
 def find_root(training: Mapping[str, Any], model: Path | None = None) -> Path | None:
@@ -289,17 +285,15 @@ def find_root(training: Mapping[str, Any], model: Path | None = None) -> Path | 
         training: `training` of a checkpoint or metadata, which keeps the folder's name only.
         model: the model's file, next to which its run's `paths.json` may lie, which keeps the whole path.
     """
-    data = training.get("data")
-    name: Any = data.get("root") if isinstance(data, dict) else None
-    candidates: list[Any] = [name]
+    # missing, damaged, or of another type
+    unusable = OSError, ValueError, TypeError, KeyError
+    candidates: list[Path] = []
     if model is not None:
-        # missing, damaged, or no object
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            candidates.insert(0, files.read_json(model.parent / PATHS).get("data"))
-    for root in candidates:
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            if Path(root).name == Path(name).name and Path(root).is_dir():
-                return Path(root)
+        with contextlib.suppress(*unusable):
+            candidates.append(Path(files.read_json(model.parent / PATHS)["data"]))
+    with contextlib.suppress(*unusable):
+        recorded = Path(training["data"]["root"])
+        return next((root for root in [*candidates, recorded] if root.name == recorded.name and root.is_dir()), None)
     return None
 
 

@@ -15,7 +15,8 @@ from opal_deploy.artifact.files import ModelKind, check_output, compute_sha256, 
 from opal_deploy.artifact.measurements import Calibration
 from opal_deploy.artifact.metadata import Metadata, check_all_outputs
 from opal_deploy.errors import ArtifactError, UsageError, require
-from opal_deploy.evaluation.options import EvaluateOptions, Split
+from opal_deploy.evaluation.api import EvaluateOptions, Split
+from opal_deploy.export.options import ExportOptions
 from opal_deploy.logs import Log, ProgressChoice, log_line
 from opal_deploy.options import (
     CropToBoxes,
@@ -227,7 +228,6 @@ def _write(path: Path, kind: ModelKind, edited: Metadata, out: Path, options: Ed
         require("onnx", "export", "editing an ONNX file")
         require("onnxruntime", "cpu", "editing an ONNX file, to verify what it writes,")
         from opal_deploy.editing.onnx_edit import write_edited_onnx
-        from opal_deploy.export.options import ExportOptions
 
         export_options = ExportOptions(threads=options.threads, overwrite=options.overwrite, log=options.log)
         write_edited_onnx(path, edited, out, export_options)

@@ -21,8 +21,8 @@ from opal_deploy.artifact.heads import compute_logits
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import DoubleArray, FloatArray, IntArray
 from opal_deploy.datasets.samples import Sample
+from opal_deploy.evaluation.api import EvaluateOptions
 from opal_deploy.evaluation.inputs import Annotations, read_inputs
-from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.session import evaluate_session
 from opal_deploy.logs import as_progress
 from opal_deploy.preprocess.geometry import Geometry

@@ -11,6 +11,7 @@ misalignment of prototypical parts explanations" (AAAI 2024).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,8 +25,8 @@ from opal_deploy.artifact.heads import find_contributions, find_strongest, find_
 from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import Sample
+from opal_deploy.evaluation.api import EvaluateOptions
 from opal_deploy.evaluation.metrics import Figures, Mean, format_rows, mean_with_interval
-from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.session import photographs
 from opal_deploy.logs import as_progress
 from opal_deploy.model.network import OpalNetwork
@@ -212,13 +213,13 @@ def measure_attack(
 ) -> Attack:  # fmt: skip
     """Attack the images of the samples with the indices `chosen`; see this module and `Attacker`."""
     attacker = Attacker(network, metadata, options.attack_margin, field)
-    measured: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    measured = defaultdict[tuple[str, str], list[dict[str, Any]]](list)
     for images in photographs(
         lambda pixels: None, samples, metadata.input_size, chosen=chosen, boxes=options.boxes, batch=_BATCH,
         progress=as_progress(options.progress), note="attacking",
     ):  # fmt: skip
         for key, figures in attacker.measure(images.pixels, images.indices).items():
-            measured.setdefault(key, []).append(figures)
+            measured[key].append(figures)
     outside = []
     for (region, method), parts in measured.items():
         values = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

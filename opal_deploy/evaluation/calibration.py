@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import brentq
+from scipy.special import softmax
 
 from opal_deploy.artifact.measurements import NUM_BINS, NUM_FOLDS, Calibration, describe_calibration
 from opal_deploy.artifact.metadata import Metadata
@@ -20,8 +22,8 @@ from opal_deploy.artifact.outputs import DoubleArray, FloatArray, compute_probab
 from opal_deploy.evaluation.metrics import Figures
 
 MIN_IMAGES = 50
-# the temperatures among which the best is sought
-_LOWEST, _HIGHEST = 1e-4, 1e4
+# the inverse temperatures among which the best is sought, as logarithms
+_LOWEST, _HIGHEST = -math.log(1e4), -math.log(1e-4)
 _SIMULATIONS = 1_000
 
 
@@ -35,9 +37,6 @@ def fit_temperature(logits: FloatArray, labels: NDArray[np.int64]) -> float | No
         logits: [N, C], finite.
         labels: [N], class indices.
     """
-    from scipy.optimize import brentq
-    from scipy.special import softmax
-
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     own = float(shifted[np.arange(len(labels)), labels].sum())
 
@@ -45,10 +44,9 @@ def fit_temperature(logits: FloatArray, labels: NDArray[np.int64]) -> float | No
         """Return the derivative with respect to 1 / T, times N: the expected logits minus the labels'."""
         return float((softmax(shifted * math.exp(log_inverse), axis=1) * shifted).sum()) - own
 
-    low, high = -math.log(_HIGHEST), -math.log(_LOWEST)
-    if slope(low) >= 0 or slope(high) <= 0:
+    if slope(_LOWEST) >= 0 or slope(_HIGHEST) <= 0:
         return None
-    return math.exp(-brentq(slope, low, high, xtol=1e-9))
+    return math.exp(-brentq(slope, _LOWEST, _HIGHEST, xtol=1e-9))
 
 
 def calibrate(logits: FloatArray, labels: NDArray[np.int64]) -> Calibration:
@@ -111,9 +109,8 @@ def measure_calibration(logits: FloatArray, labels: NDArray[np.int64], temperatu
         temperature: over 0.
     """
     predicted, nll = _compute_probabilities(logits, labels, temperature)
-    error = expected_calibration_error(predicted, logits.argmax(axis=1) == labels)
-    perfect = perfect_calibration_error(predicted)
-    return CalibrationError(temperature, nll, error, perfect, float(predicted.mean()))
+    ece = expected_calibration_error(predicted, logits.argmax(axis=1) == labels)
+    return CalibrationError(temperature, nll, ece, perfect_calibration_error(predicted), float(predicted.mean()))
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation import cells
+from opal_deploy.evaluation.api import EvaluateOptions
 from opal_deploy.evaluation.cells import CONTRIBUTION, GRAD_CAM, RANDOM, RANKINGS, GradCam, ImageArray
 from opal_deploy.evaluation.inputs import Annotations
 from opal_deploy.evaluation.metrics import Figures, Mean, format_columns, mean_with_interval
-from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.session import Photographs, photographs
 from opal_deploy.logs import as_progress
 from opal_deploy.runtime.session import Session

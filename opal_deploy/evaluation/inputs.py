@@ -24,7 +24,7 @@ from opal_deploy.datasets.checks import find_problems
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import DataSet, Sample, display_path, pluralize, shorten_list
 from opal_deploy.errors import UsageError, require
-from opal_deploy.evaluation.options import EVIDENCE_MEASURES, EvaluateOptions
+from opal_deploy.evaluation.api import EVIDENCE_MEASURES, EvaluateOptions
 from opal_deploy.logs import Progress, WarningLine, as_progress
 from opal_deploy.options import flag_of
 from opal_deploy.preprocess.geometry import Box, Geometry

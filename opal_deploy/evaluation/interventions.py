@@ -15,20 +15,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.stats import spearmanr
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
-from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import Sample
+from opal_deploy.evaluation.api import EvaluateOptions
 from opal_deploy.evaluation.cells import GradCam, sum_by_cell
 from opal_deploy.evaluation.inputs import Annotations
 from opal_deploy.evaluation.metrics import Figures, Mean, format_cell, format_rows, mean_with_interval
-from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.pointing import Share, play_pointing_game
 from opal_deploy.evaluation.session import evaluate_session, load_pixels
 from opal_deploy.logs import as_progress
@@ -39,7 +39,7 @@ from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.session import Session
 from opal_deploy.runtime.torch_session import TorchSession
 from opal_deploy.sources.image import InputImage
-from opal_deploy.synthetic.creatures import MAX_SPECIES, VARIANTS, Creature, draw_creature, list_species
+from opal_deploy.synthetic.creatures import MAX_SPECIES, VARIANTS, draw_creature, list_species
 
 NOTHING, HEAD = "nothing", "the head"
 EVIDENCE, GRAD_CAM = "evidence", "Grad-CAM"
@@ -168,7 +168,9 @@ def measure_interventions(
         changes = [{}, *({"hide": [part]} for part in PARTS), {"scene": np.random.default_rng(number)}]
         # the same stream of random numbers: all but the change stays
         drawn = [draw_creature(kind, np.random.default_rng(stream), size, **change) for change in changes]
-        pixels, geometry = _prepare(drawn, metadata)
+        ready = [prepare(InputImage(None, creature.image), metadata.form, InferenceOptions()) for creature in drawn]
+        crop = cast(Geometry, ready[0].geometry).crop
+        pixels = np.stack([cast(Pixels, image.pixels) for image in ready])
         outputs = session.run(pixels)
         answers = outputs.logits.argmax(axis=1)
         predicted = int(answers[0])
@@ -176,7 +178,7 @@ def measure_interventions(
         correct.append(predicted == label)
         same.append(answers[-1] == predicted)
         # whether each part's box holds the centre of each cell, 0 or 1: float64 [parts, H * W]
-        x, y = metadata.cells.centres(geometry.crop).T
+        x, y = metadata.cells.centres(crop).T
         boxes = [drawn[0].parts[part].box for part in PARTS]
         on_parts = np.array([(x >= x0) & (x <= x1) & (y >= y0) & (y <= y1) for x0, y0, x1, y1 in boxes], np.float64)
         evidence = sum_by_cell(predicted, outputs, 0, metadata)
@@ -192,19 +194,8 @@ def measure_interventions(
     return Interventions(images, float(np.mean(correct)), mean_with_interval(same), explained)
 
 
-def _prepare(creatures: Sequence[Creature], metadata: Metadata) -> tuple[Pixels, Geometry]:
-    """Return drawn images as the model sees them, uint8 [n, H0, W0, 3], and how all of them got there."""
-    images = [InputImage(None, creature.image) for creature in creatures]
-    ready = [prepare(image, metadata.form, InferenceOptions()) for image in images]
-    geometry = ready[0].geometry
-    assert geometry is not None  # drawn images are readable
-    return np.stack([image.pixels for image in ready if image.pixels is not None]), geometry
-
-
 def rank_correlation(first: NDArray[Any], second: NDArray[Any]) -> float:
     """Return Spearman's correlation, equal values sharing their mean rank; 0 where either is constant."""
-    from scipy.stats import spearmanr
-
     return 0.0 if min(np.ptp(first), np.ptp(second)) == 0 else float(spearmanr(first, second).statistic)
 
 

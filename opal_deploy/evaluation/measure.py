@@ -18,6 +18,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import DataSet, describe_never_predicted, pluralize
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation import interventions, record
+from opal_deploy.evaluation.api import EvaluateOptions
 from opal_deploy.evaluation.attack import Attack, format_attack, measure_attack
 from opal_deploy.evaluation.calibration import CalibrationFigures, evaluate_calibration, format_calibration
 from opal_deploy.evaluation.cells import GradCam, measure_receptive_field
@@ -25,7 +26,6 @@ from opal_deploy.evaluation.faithfulness import Faithfulness, format_faithfulnes
 from opal_deploy.evaluation.inputs import EvaluationInputs, check_model, has_validation_images, read_inputs
 from opal_deploy.evaluation.interventions import Interventions, Randomisation
 from opal_deploy.evaluation.metrics import Evaluation
-from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.parts import CONSISTENCY, PURITY, STABILITY, PartFigures
 from opal_deploy.evaluation.pointing import PointingGame, format_game, play_pointing_game
 from opal_deploy.evaluation.session import (
@@ -108,15 +108,10 @@ class ModelEvaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document that `opal-deploy evaluate --json` prints."""
+        known = {"model": str(self.path), "session": self.session, "boxes": self.boxes, "left_out": self.left_out}
         figures = {name: getattr(self, name) for name in _OPTIONAL}
-        return {
-            "model": str(self.path),
-            "session": self.session,
-            "boxes": self.boxes,
-            "left_out": self.left_out,
-            **self.evaluation.to_dict(self.split),
-            **{name: measured.to_dict() for name, measured in figures.items() if measured is not None},
-        }
+        measured = {name: figure.to_dict() for name, figure in figures.items() if figure is not None}
+        return {**known, **self.evaluation.to_dict(self.split), **measured}
 
     def __repr__(self) -> str:
         metrics = self.metrics

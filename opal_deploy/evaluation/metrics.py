@@ -169,11 +169,9 @@ class Evaluation:
 
 
 def compute_metrics(
-    logits: NDArray[np.float32],
-    labels: NDArray[np.int64],
-    collapse: NDArray[np.float64] | None = None,
+    logits: NDArray[np.float32], labels: NDArray[np.int64], collapse: NDArray[np.float64] | None = None,
     margins: NDArray[np.float64] | None = None,
-) -> Evaluation:
+) -> Evaluation:  # fmt: skip
     """Return every metric that can be computed from these outputs.
 
     Args:
@@ -185,16 +183,14 @@ def compute_metrics(
     from scipy.special import log_softmax
     from sklearn.metrics import f1_score
 
-    predicted, top5 = logits.argmax(axis=1), None
-    if logits.shape[1] > _TOP:
-        top5 = float((find_largest(logits, _TOP) == labels[:, None]).any(axis=1).mean())
+    predicted, best = logits.argmax(axis=1), find_largest(logits, _TOP)
     return Evaluation(
         images=len(labels),
         loss=-float(log_softmax(logits.astype(np.float64), axis=1)[np.arange(len(labels)), labels].mean()),
         accuracy=float((predicted == labels).mean()),
         spatial_prototype_collapse=None if collapse is None else float(collapse.mean()),
         spatial_prototype_collapse_std=None if collapse is None else float(collapse.std()),
-        top5=top5,
+        top5=float((best == labels[:, None]).any(axis=1).mean()) if logits.shape[1] > _TOP else None,
         macro_f1=float(f1_score(labels, predicted, average="macro", zero_division=0.0)),
         risk=None if margins is None else summarize_risk(margins, predicted == labels),
     )

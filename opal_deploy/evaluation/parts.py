@@ -108,11 +108,9 @@ class PartProtocol:
         return find(outputs), find(self._session.run_normalised(add_noise(images, indices)))
 
     def summarize(
-        self,
-        batches: Sequence[tuple[NDArray[np.bool_], NDArray[np.bool_]] | None],
-        outputs: Outputs,
+        self, batches: Sequence[tuple[NDArray[np.bool_], NDArray[np.bool_]] | None], outputs: Outputs,
         geometries: Sequence[Geometry],
-    ) -> PartFigures:
+    ) -> PartFigures:  # fmt: skip
         """Return the figures from the hits of all batches, and the outputs and geometries of all N images."""
         class_map, labels, visible = self._metadata.class_map, self._labels, self._parts.visible
         consistency = stability = purity = purity_std = None
@@ -148,23 +146,18 @@ def patch_boxes(cells: NDArray[np.integer], grid: tuple[int, int]) -> NDArray[np
 
     The patches are spread evenly; the last row and column end at the image's edge.
     """
-    bounds = []
+    corners = []
     for index, count in ((cells % grid[1], grid[1]), (cells // grid[1], grid[0])):
         step = round((_SIDE - PATCH) / max(count - 1, 1))
-        low = np.where(index == count - 1, _SIDE - PATCH, index * step)
-        bounds.append((low, np.minimum(low + PATCH, _SIDE)))
-    (x0, x1), (y0, y1) = bounds
-    return np.stack([x0, y0, x1, y1], axis=-1).astype(np.int64)
+        corners.append(np.where(index == count - 1, _SIDE - PATCH, index * step))
+    corner = np.stack(corners, axis=-1)
+    return np.concatenate([corner, np.minimum(corner + PATCH, _SIDE)], axis=-1).astype(np.int64)
 
 
 def purity_by_channel(
-    scores: FloatArray,
-    argmax: IntArray,
-    grid: tuple[int, int],
-    points: NDArray[np.float64],
-    visible: NDArray[np.bool_],
-    names: tuple[str, ...],
-) -> NDArray[np.float64]:
+    scores: FloatArray, argmax: IntArray, grid: tuple[int, int], points: NDArray[np.float64],
+    visible: NDArray[np.bool_], names: tuple[str, ...],
+) -> NDArray[np.float64]:  # fmt: skip
     """Return purities float64 [K], 0 ... 1; 0 where no part is visible on any of the channel's images.
 
     Args:
@@ -198,10 +191,8 @@ def peak_locations(maps: NDArray[np.float32], size: int = _SIDE) -> NDArray[np.i
     the first counts, row-major.
     """
     # numpy's argmax promises the first of equal maxima; one image at a time, since classes may share 2,000 prototypes
-    flat = []
-    for image in maps:
-        upsampled = interpolate(torch.from_numpy(image[None]), size=(size, size), mode="bicubic")[0]
-        flat.append(upsampled.flatten(1).numpy().argmax(axis=1))
+    upsampled = (interpolate(torch.from_numpy(image[None]), (size, size), mode="bicubic") for image in maps)
+    flat = [image[0].flatten(1).numpy().argmax(axis=1) for image in upsampled]
     return np.stack(np.divmod(flat, size), axis=2)
 
 

@@ -101,22 +101,20 @@ def play_pointing_game(
     argmax, class_map = result.outputs.argmax, metadata.class_map
     if metadata.evidence != "exact" or argmax is None:
         return None
-    hits, left_out = [], 0
-    counted = (result.outputs.logits.argmax(axis=1) == result.labels) | (not correct_only)
-    for number in np.flatnonzero(counted).tolist():
+    counted = np.flatnonzero((result.outputs.logits.argmax(axis=1) == result.labels) | (not correct_only)).tolist()
+    hits = []
+    for number in counted:
         annotation, geometry, label = annotations.images[number], result.geometries[number], int(result.labels[number])
         if annotation.has_object or annotation.parts:
             points = metadata.cells.centres(geometry.crop)[argmax[number, class_map.channels(label)]]
             hits.append(count_hits(annotation, points, geometry, metadata.cells))
-        else:
-            left_out += 1
     if not hits:
         return None
     parted = [hit for hit in hits if hit.annotation.parts]
     known = [hit for hit in parted if any(part.distinguishing is not None for part in hit.annotation.parts)]
     return PointingGame(
         len(hits),
-        left_out,
+        len(counted) - len(hits),
         float(np.mean([len(hit.on_parts) for hit in hits])),
         _share((float(hit.in_object.mean()), hit.random_object or 0.0) for hit in hits if hit.in_object is not None),
         _share(hit.share(distinguishing=False) for hit in parted),

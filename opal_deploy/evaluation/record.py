@@ -63,12 +63,9 @@ def fit_neighbours(
 def pool_features(
     network: OpalNetwork, samples: Sequence[Sample], *, boxes: bool = True, progress: Progress = no_progress
 ) -> torch.Tensor:
-    """Return the features' means over the cells, float32 [n, D] on the CPU, of n images, not augmented.
+    """Return the features' means over the cells of n images, perhaps none: float32 [n, D] on the CPU.
 
-    Args:
-        network: left in evaluation mode; computes on its device.
-        samples: n images, perhaps none.
-        boxes: crop images to the samples' boxes.
+    Images are not augmented, and with `boxes` cropped. The network is left in evaluation mode.
     """
     config, device = network.config, next(network.eval().parameters()).device
 
@@ -87,13 +84,9 @@ def pool_features(
 
 
 def measure_baseline(
-    session: Session,
-    samples: list[Sample],
-    neighbours: Neighbours | None,
-    *,
-    boxes: bool = True,
+    session: Session, samples: list[Sample], neighbours: Neighbours | None, *, boxes: bool = True,
     progress: Progress = no_progress,
-) -> Baseline | None:
+) -> Baseline | None:  # fmt: skip
     """Return the baseline of a model on up to 5,000 validation images; None unless single cells are its evidence.
 
     The model's OOD score is computed with `neighbours`.
@@ -101,11 +94,9 @@ def measure_baseline(
     metadata = session.metadata
     if metadata.evidence != "exact":
         return None
-    _, outputs = run_on_some(
-        session, samples, _MAX_VALIDATION, boxes=boxes, progress=progress, note="measuring the baseline"
-    )
-    background = 0 if neighbours is None else neighbours.num_background
-    return baseline_of(outputs, metadata, background)
+    note = "measuring the baseline"
+    _, outputs = run_on_some(session, samples, _MAX_VALIDATION, boxes=boxes, progress=progress, note=note)
+    return baseline_of(outputs, metadata, 0 if neighbours is None else neighbours.num_background)
 
 
 def baseline_of(outputs: Outputs, metadata: Metadata, background: int, split: str = "val") -> Baseline:
@@ -143,11 +134,9 @@ def build_evaluation(document: Mapping[str, Any], data: DataSet, split: str) -> 
 def record_measurements(path: Path, changes: dict[str, dict[str, Any]]) -> str:
     """Store measurements in a model's file, atomically; return a line on the change.
 
-    The graph, weights or engine stay as they are.
-
     Args:
         changes: values of `evaluation`, `calibration`, `baseline` and `risk`, and for a checkpoint also of
-            `receptive_field` and `neighbours`; others stay as they are.
+            `receptive_field` and `neighbours`; all else stays as it is.
 
     Raises:
         ArtifactError: the file is damaged or not one of ours.

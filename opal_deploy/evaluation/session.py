@@ -82,16 +82,15 @@ def photographs(
         return ready.pixels, ready.geometry
 
     indices = list(range(len(samples)) if chosen is None else chosen)
-    done = 0
     with ThreadPoolExecutor(_WORKERS, "decode") as pool:
         ready = prefetch((pool.submit(load, index) for index in indices), 2 * batch)
-        while group := list(itertools.islice(ready, batch)):
-            current = indices[done : done + len(group)]
-            pixels = np.stack([image for image, _ in group])
+        for start in range(0, len(indices), batch):
+            current = indices[start : start + batch]
+            images, geometries = zip(*itertools.islice(ready, batch), strict=True)
+            pixels = np.stack(images)
             known = [] if annotations is None else [annotations.images[index] for index in current]
-            yield Photographs(current, pixels, [geometry for _, geometry in group], known, run(pixels))
-            done += len(group)
-            progress(done, len(indices), note)
+            yield Photographs(current, pixels, [*geometries], known, run(pixels))
+            progress(start + len(current), len(indices), note)
 
 
 def load_pixels(
@@ -157,10 +156,10 @@ def evaluate_session(
         # attention maps are too large to keep
         collected.append(replace(images.outputs, attention=None))
         geometries += images.geometries
-    outputs = Outputs.concatenate(collected)
+    outputs, class_map = Outputs.concatenate(collected), metadata.class_map
     collapse, totals = None, find_top_classes(outputs, metadata, 2).totals
     if outputs.argmax is not None:
-        collapse = collapse_of_cells(metadata.class_map.take(outputs.argmax, labels), labels, metadata.class_map)
+        collapse = collapse_of_cells(class_map.take(outputs.argmax, labels), labels, class_map)
     margins = None if totals is None or metadata.num_classes < 2 else find_margins(totals)
     metrics = compute_metrics(outputs.logits, labels, collapse, margins)
     figures = None if protocol is None else protocol.summarize(hits, outputs, geometries)

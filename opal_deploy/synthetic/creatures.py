@@ -91,9 +91,8 @@ def list_species(count: int) -> tuple[Species, ...]:
     """
     if not 2 <= count <= MAX_SPECIES:
         raise UsageError(f"{count} species: expected 2 to {MAX_SPECIES}")
-    rows = {
-        name: {part: special.get(part, VARIANTS[part][0]) for part in VARIANTS} for name, special in _SPECIES[:count]
-    }
+    common = {part: variants[0] for part, variants in VARIANTS.items()}
+    rows = {name: common | special for name, special in _SPECIES[:count]}
     species = []
     for name, own in rows.items():
         unlike = {part: sum(others[part] != own[part] for others in rows.values()) for part in VARIANTS}
@@ -199,7 +198,7 @@ def _sample_appearance(rng: Rng) -> _Appearance:
 
 def _frames(appearance: _Appearance) -> dict[str, list[Frame]]:
     """Return the frames (x, y, direction) of each part in creature units, facing right, the body at the origin."""
-    (hx, hy), lean = appearance.head, appearance.lean
+    (hx, hy), lean, stride = appearance.head, appearance.lean, appearance.stride
 
     def on_body(x: float, y: float) -> tuple[float, float]:
         px, py = rotate(np.array([[x, y]]), lean)[0]
@@ -216,9 +215,7 @@ def _frames(appearance: _Appearance) -> dict[str, list[Frame]]:
         "tail": (*on_body(-0.19, -0.03), lean + math.pi + 0.12),
     }
     frames = {part: [(x, y, angle + appearance.wobble[part])] for part, (x, y, angle) in rest.items()}
-    frames["feet"] = [
-        (x, 0.235, appearance.wobble["feet"] / 2) for x in (0.01 - appearance.stride, 0.01 + appearance.stride)
-    ]
+    frames["feet"] = [(0.01 + step, 0.235, appearance.wobble["feet"] / 2) for step in (-stride, stride)]
     return frames
 
 
@@ -300,9 +297,9 @@ def draw_creature(
     Raises UsageError for a smaller size.
     """
     check_size(size)
+    # the scene always advances `rng`
     background = draw_background(rng, size)
-    if scene is not None:
-        background = draw_background(scene, size)
+    background = background if scene is None else draw_background(scene, size)
     appearance = _sample_appearance(rng)
     matrix, shift = _to_pixels(appearance, size)
 
@@ -328,25 +325,21 @@ def draw_creature(
     background[region] = np.clip(lit + 0.5, 0, 255).astype(np.uint8)
     foreground = np.zeros(size, dtype=np.bool_)
     foreground[region] = alpha[..., 0] >= 0.5
-    return Creature(
-        image=background,
-        parts={
-            part: _part_box(
-                outlines[part], stroke, species.variants[part], part in species.distinguishing, part not in hide
-            )
-            for part in VARIANTS
-        },
-        foreground=foreground,
-    )
+    parts = {
+        part: PartBox(variant, *_locate(outlines[part], stroke), part in species.distinguishing, part not in hide)
+        for part, variant in species.variants.items()
+    }
+    return Creature(background, parts, foreground)
 
 
-def _part_box(outlines: list[Points], stroke: float, variant: str, distinguishing: bool, visible: bool) -> PartBox:
+def _locate(outlines: list[Points], stroke: float) -> tuple[tuple[float, float, float, float], tuple[float, float]]:
+    """Return the box and the centre of a part."""
     corners = np.concatenate(outlines)
     # half the dark line, and half a pixel for the corners that the rasteriser moves
     low, high = corners.min(axis=0) - stroke / 2 - 0.5, corners.max(axis=0) + stroke / 2 + 0.5
     moments = np.array([_moments(outline) for outline in outlines]).sum(axis=0)
     x0, y0, x1, y1, x, y = (round(float(v), 2) for v in (*low, *high, *(moments[1:] / moments[0])))
-    return PartBox(variant, (x0, y0, x1, y1), (x, y), distinguishing, visible)
+    return (x0, y0, x1, y1), (x, y)
 
 
 def _moments(points: Points) -> tuple[float, float, float]:

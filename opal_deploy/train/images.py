@@ -25,7 +25,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from opal_deploy.datasets.near_copies import MAX_IMAGES, THUMBNAIL, compute_thumbnail, find_near_copies
+from opal_deploy.datasets.checks import MAX_IMAGES, THUMBNAIL, compute_thumbnail, find_near_copies
 from opal_deploy.datasets.samples import DataSet, Sample, display_path, pluralize, shorten_list
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.evaluation.inputs import annotate
@@ -65,7 +65,7 @@ class TrainImages(Dataset[ImageItem]):
     regions: Sequence[Sequence[Box]] | None = None
     seed: int = 0  # of the augmentation
     pixels: NDArray[np.uint8] | None = None  # the resized images [N, H1, W1, 3 or 4], if they are kept in memory
-    thumbnails: NDArray[np.float32] | None = None  # [N, 768], where near copies are looked for, see `near_copies`
+    thumbnails: NDArray[np.float32] | None = None  # [N, 768], where `find_near_copies` looks
 
     @property
     def shape(self) -> tuple[int, int, int]:

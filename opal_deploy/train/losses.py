@@ -32,8 +32,8 @@ from torch.nn import functional
 
 from opal_deploy.artifact.cells import CellGrid
 from opal_deploy.datasets.samples import DataSet
+from opal_deploy.evaluation.api import EvaluateOptions
 from opal_deploy.evaluation.attack import LEVELS, outside_boxes
-from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.model.config import NetworkConfig
 from opal_deploy.model.head import OpalHead
 from opal_deploy.model.network import OpalNetwork

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from opal_deploy.datasets.near_copies import compute_thumbnail, find_near_copies
+from opal_deploy.datasets.checks import compute_thumbnail, find_near_copies
 from opal_deploy.datasets.registry import read_dataset
 
 

@@ -13,10 +13,10 @@ from opal_deploy.artifact.opal_head import cosines
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
+from opal_deploy.evaluation.api import EvaluateOptions
 from opal_deploy.evaluation.cells import blur_image
 from opal_deploy.evaluation.faithfulness import measure_faithfulness
 from opal_deploy.evaluation.inputs import Annotations, ImageAnnotation
-from opal_deploy.evaluation.options import EvaluateOptions
 
 GRID, CELL = (4, 4), 8
 INPUT_SIZE = (GRID[0] * CELL, GRID[1] * CELL)

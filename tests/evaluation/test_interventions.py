@@ -7,6 +7,7 @@ import pytest
 
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import Sample
+from opal_deploy.evaluation.api import EvaluateOptions
 from opal_deploy.evaluation.inputs import Annotations, ImageAnnotation
 from opal_deploy.evaluation.interventions import (
     EVIDENCE,
@@ -16,7 +17,6 @@ from opal_deploy.evaluation.interventions import (
     measure_randomisation,
     rank_correlation,
 )
-from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.model.checkpoint import build_metadata
 from opal_deploy.synthetic.creatures import list_species
 from tests.builders import build_checkpoint

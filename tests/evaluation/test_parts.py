@@ -11,8 +11,8 @@ from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.cub import PartLocations
+from opal_deploy.evaluation.api import EvaluateOptions
 from opal_deploy.evaluation.inputs import read_inputs
-from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.parts import (
     TOP,
     PartProtocol,

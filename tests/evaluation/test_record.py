@@ -13,8 +13,8 @@ from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.measurements import list_evaluation
 from opal_deploy.datasets.samples import DataSet
 from opal_deploy.errors import ArtifactError, UsageError
+from opal_deploy.evaluation.api import EvaluateOptions
 from opal_deploy.evaluation.inputs import check_model
-from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.record import build_evaluation, record_measurements
 from opal_deploy.model import checkpoint
 from tests.builders import build_sidecar
@@ -128,5 +128,7 @@ def test_models_that_cannot_keep_it_are_refused(exact_model):
     check_model(exact_model, metadata, options)
     with pytest.raises(UsageError, match="leave --record out"):
         check_model(exact_model, replace(metadata, evidence="map"), options)
+    with pytest.raises(UsageError, match="--faithfulness"):
+        check_model(exact_model, replace(metadata, evidence="none"), EvaluateOptions(faithfulness=True))
     with pytest.raises(UsageError, match="bare state dict"):
         check_model(Path("m.pt"), replace(metadata, source={"format": "authors"}), options)

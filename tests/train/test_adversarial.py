@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from opal_deploy.artifact.cells import CellGrid
+from opal_deploy.evaluation.api import EvaluateOptions
 from opal_deploy.evaluation.attack import LEVELS, outside_boxes
-from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train.images import normalize
