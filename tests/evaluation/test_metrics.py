@@ -26,20 +26,22 @@ METADATA = Metadata(("a", "b"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact",
 
 
 @pytest.mark.parametrize(
-    ("cells", "labels", "m", "expected"),
+    ("cells", "labels", "m", "mean", "deviation"),
     [
-        ([[3, 8, 12, 0, 48]], [0], 5, 0.0),
-        ([[7, 7, 7, 7, 7]], [0], 5, 1.0),
-        ([[9, 7, 9, 8, 7]], [0], 5, 0.5),
-        ([[1, 1, 4, 5]] * 2, [0, 1], 2, 0.5),
-        ([[4, 4, 4]], [1], 1, 0.0),
+        ([[3, 8, 12, 0, 48]], [0], 5, 0.0, 0.0),
+        ([[7, 7, 7, 7, 7]], [0], 5, 1.0, 0.0),
+        ([[9, 7, 9, 8, 7]], [0], 5, 0.5, 0.0),
+        ([[1, 1, 4, 5]] * 2, [0, 1], 2, 0.5, 0.5),
+        ([[4, 4, 4]], [1], 1, 0.0, 0.0),
     ],
     ids=["five cells", "one cell", "three, apart", "own classes", "one prototype"],
 )
-def test_collapse_counts_different_cells_of_the_true_class(cells, labels, m, expected):
+def test_collapse_counts_different_cells_of_the_true_class(cells, labels, m, mean, deviation):
     slots, labels = ClassMap.blocks(max(labels) + 1, m), np.array(labels)
     collapse = collapse_of_cells(slots.take(np.array(cells, np.int32), labels), labels, slots)
-    assert collapse.mean() == pytest.approx(expected)
+    metrics = compute_metrics(np.eye(3, dtype=np.float32)[labels], labels, collapse)
+    assert metrics.spatial_prototype_collapse == pytest.approx(mean)
+    assert metrics.spatial_prototype_collapse_std == pytest.approx(deviation)
 
 
 def test_cross_entropy_is_that_of_torch():
@@ -70,13 +72,6 @@ def test_macro_f1_weighs_classes_alike_and_metrics_that_were_not_measured_are_le
     # 0: 2*2 / (2*2 + 1 + 1); 1: 2*1 / (2*1 + 1 + 0); 2: none; 3 never occurs and does not count
     assert metrics["val_macro_f1"] == pytest.approx((4 / 6 + 2 / 3 + 0) / 3)
     assert Evaluation(6, 0.5, 0.5).to_dict("test") == {"test_accuracy": 0.5, "test_loss": 0.5, "test_images": 6}
-
-
-def test_collapse_has_a_standard_deviation():
-    labels = np.array([0, 1])
-    collapse = collapse_of_cells(np.array([[1, 1], [4, 5]], np.int32), labels, ClassMap.blocks(2, 2))
-    metrics = compute_metrics(PREDICTIONS[:2, :2], labels, collapse)
-    assert (metrics.spatial_prototype_collapse, metrics.spatial_prototype_collapse_std) == (0.5, 0.5)
 
 
 def test_margins_are_those_of_the_records():
