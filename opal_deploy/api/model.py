@@ -248,7 +248,7 @@ class Model:
 
         Args:
             batch: maximum batch size; None: the device's default.
-            max_wait_ms: longest time that an image waits for its batch to fill, in milliseconds.
+            max_wait_ms: longest time that an image waits for others in flight to fill its batch, in milliseconds.
             capacity: maximum in-flight images; `submit` waits or raises beyond that.
             workers: parallel decode threads or processes.
             decode: the decode path.

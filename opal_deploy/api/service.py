@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from opal_deploy.api.explanation import Explanation
 from opal_deploy.artifact.outputs import Outputs
@@ -54,8 +54,8 @@ class Service:
     """Gathers images into batches as they arrive, and turns each into its record.
 
     A batch holds the images that wait when a session becomes free, up to `options.batch`; an image waits up to
-    `max_wait` for others. On a GPU, full batches are added while others are in flight. Image files and pixels share
-    batches. Every method may be called from any thread; `close` ends the service's threads.
+    `max_wait` for others that are in flight. On a GPU, full batches are added while others are in flight. Image files
+    and pixels share batches. Every method may be called from any thread; `close` ends the service's threads.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Service:
         Args:
             sessions: of one model; each runs on its own thread.
             options: how images are decoded, batched and predicted.
-            max_wait: maximum seconds that an image waits for its batch to fill.
+            max_wait: maximum seconds that an image waits for others in flight to fill its batch.
             capacity: maximum images in flight, from `submit` to their record.
             observe: receives stages and seconds, from any thread: `prepare` per image, `queue` for the images of a
                 batch, `compute` per batch.
@@ -220,8 +220,10 @@ class Service:
         images: list[_Image] = []
         deadline = 0.0
         while len(images) < self._batch:
+            # the first image waits for others only while any are in flight
+            seconds = deadline - time.monotonic() if self._in_flight > len(images) else 0.0
             try:
-                image = self._ready.get(wait, max(0.0, deadline - time.monotonic()) if images else None)
+                image = self._ready.get(wait, max(0.0, seconds) if images else None)
             except queue.Empty:
                 if not images:
                     raise
@@ -236,7 +238,7 @@ class Service:
                 continue
             images.append(image)
             if len(images) == 1:
-                deadline = time.monotonic() + (self._max_wait if wait else 0.0)
+                deadline = image.since + (self._max_wait if wait else 0.0)
         return images
 
     def _answer(self, images: list[_Image], batch: PreparedBatch, since: float, done: Future[Predicted]) -> None:
@@ -245,13 +247,14 @@ class Service:
         answers: list[Any]
         try:
             _, predictor, outputs = done.result()
-            answers = [None if outputs is None else outputs.rows(row, row + 1) for row in range(len(images))]
-            converters = {row: image.convert for row, image in enumerate(images) if image.convert is not None}
-            if rows := list(converters):
-                taken = None if outputs is None else outputs.take(rows)
-                results = predictor.build_results([batch.images[row] for row in rows], taken)
-                for row, result in zip(rows, results, strict=True):
-                    answers[row] = converters[row](result)
+            files = [row for row, image in enumerate(images) if image.convert is not None]
+            taken = None if outputs is None else outputs.take(files)
+            results = iter(predictor.build_results([batch.images[row] for row in files], taken))
+            answers = [
+                # pixels have no error, so there are outputs
+                cast(Outputs, outputs).rows(row, row + 1) if image.convert is None else image.convert(next(results))
+                for row, image in enumerate(images)
+            ]
         except Exception as error:  # each future has a reader, and the next batch may succeed
             answers = [error] * len(images)
         batch.release()

@@ -36,7 +36,7 @@ class ServeOptions(Decision):
     host: Annotated[str, Option("Address to listen on; 0.0.0.0: all interfaces.")] = "127.0.0.1"
     port: Annotated[int, Option("Port to listen on; 0: any free port.", min=0, max=65535)] = 8000
     batch: Batch = None
-    max_wait: Annotated[float, Option("Milliseconds that an image waits for others to fill its batch.", min=0)] = 5.0
+    max_wait: Annotated[float, Option("Milliseconds that an image waits for others in flight.", min=0)] = 5.0
     queue: Annotated[
         int | None, Option("Maximum in-flight images per model; further requests get 429.", min=1, default="8 batches")
     ] = None

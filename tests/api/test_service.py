@@ -111,16 +111,19 @@ def test_a_cancelled_image_is_never_predicted():
     assert session.batches == [1] * 6
 
 
-def test_pixels_share_batches_with_images_and_enter_all_or_none():
+def test_pixels_share_batches_with_images_enter_all_or_none_and_wait_only_for_others_in_flight():
     hold = threading.Event()
     session = BrightSession(hold=hold)
     pixels = np.stack([array(shade)[4:36, 4:36] for shade in range(3)])
-    with Service([session], InferenceOptions(batch=4), max_wait=600, capacity=4) as service:
+    with Service([session], InferenceOptions(batch=4), max_wait=600, capacity=5) as service:
+        (alone,) = service.submit_pixels(pixels[:1])
+        while not alone.running():
+            time.sleep(0.001)
         outputs = service.submit_pixels(pixels)
-        with pytest.raises(queue.Full, match="3 images are in flight"):
+        with pytest.raises(queue.Full, match="4 images are in flight"):
             service.submit_pixels(pixels[:2], wait=False)
-        with pytest.raises(ValueError, match="5 images found; expected at most 4"):
-            service.submit_requests([InputImage(None, array(0))] * 5)
+        with pytest.raises(ValueError, match="6 images found; expected at most 5"):
+            service.submit_requests([InputImage(None, array(0))] * 6)
         with pytest.raises(ValueError, match=r"expected uint8 \[N, 32, 32, 3\]"):
             service.submit_pixels(pixels[..., :2])
         record = service.submit(array(3), wait=False)
@@ -129,7 +132,7 @@ def test_pixels_share_batches_with_images_and_enter_all_or_none():
         assert cell(record.result(30)) == 3
         assert service.in_flight == 0
     np.testing.assert_array_equal(found, session.run(pixels).logits)
-    assert session.batches == [4, 3]
+    assert session.batches == [1, 4, 3]
 
 
 def test_closing_under_load_finishes_what_was_taken_and_refuses_more():
