@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 from msgspec.structs import replace
 
 from opal_deploy.api.infer import run_inference
-from opal_deploy.artifact.files import atomic_write, check_output
+from opal_deploy.artifact.files import check_output
 from opal_deploy.auditing.options import DiffOptions
 from opal_deploy.auditing.results import find_results, group_records, is_results, load_photograph
 from opal_deploy.errors import UsageError
@@ -23,7 +23,7 @@ from opal_deploy.options import StrPath, keywords
 from opal_deploy.records.names import find_common_folder
 from opal_deploy.records.record import Answered, Failed, Record, Slot
 from opal_deploy.visualization.overlay import embed_jpeg
-from opal_deploy.visualization.pages import mark_safe, render_page
+from opal_deploy.visualization.pages import mark_safe, render_page, save_page
 from opal_deploy.visualization.report.cards import render_card
 
 # from the largest change to none
@@ -178,9 +178,7 @@ def compare_results(before: Records, after: Records, tolerance: float, keep: int
     Contributions and margins that differ by at most `tolerance` count as equal.
     """
     report = DiffReport(unpaired=len(before.get(None, ())) + len(after.get(None, ())))
-    for name in dict.fromkeys([*before, *after]):
-        if name is None:
-            continue
+    for name in dict.fromkeys(name for name in (*before, *after) if name is not None):
         olds, news = before.get(name, []), after.get(name, [])
         report.only_before += max(0, len(olds) - len(news))
         report.only_after += max(0, len(news) - len(olds))
@@ -189,7 +187,7 @@ def compare_results(before: Records, after: Records, tolerance: float, keep: int
             report.add(change)
             if change.kind != "same":
                 report.worst.append((change, old, new))
-    report.worst.sort(key=lambda entry: entry[0].severity(_margin(entry[1]) or 0.0))
+    report.worst.sort(key=lambda entry: entry[0].severity(getattr(entry[1], "margin", None) or 0.0))
     del report.worst[keep:]
     return report
 
@@ -199,8 +197,8 @@ def compare_records(old: Record, new: Record, tolerance: float) -> ImageChange:
     before, after = (
         record.error.code if isinstance(record, Failed) else record.prediction.label for record in (old, new)
     )
-    margins = [margin for margin in (_margin(old), _margin(new)) if margin is not None]
-    margin = margins[1] - margins[0] if len(margins) == 2 else None
+    margins: list[Any] = [getattr(record, "margin", None) for record in (old, new)]
+    margin = None if None in margins else margins[1] - margins[0]
     status = None if old.status == new.status else f"{old.status} -> {new.status}"
     moved: tuple[int, ...] | None = None
     largest: float | None = None
@@ -231,10 +229,6 @@ def compare_records(old: Record, new: Record, tolerance: float) -> ImageChange:
     )  # fmt: skip
 
 
-def _margin(record: Record) -> float | None:
-    return record.margin if isinstance(record, Answered) else None
-
-
 def _is_moved(old: Slot, new: Slot) -> bool:
     (x0, y0, x1, y1), (u0, v0, u1, v1) = old.box, new.box
     width, height = x1 - x0, y1 - y0
@@ -256,8 +250,7 @@ def write_diff(page: Path, report: DiffReport, names: tuple[str, str], root: Pat
         cards = [_render_card(record, 2 * number + side, folder, root) for side, record in enumerate(records)]
         sections.append((change.image.removeprefix(folder), change, cards))
     text = render_page(__package__, "diff", report=report, before=before, after=after, sections=sections)
-    with atomic_write(page, replace=overwrite) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    save_page(page, text, overwrite=overwrite)
 
 
 def _render_card(record: Record, number: int, folder: str, root: Path) -> object:

@@ -7,8 +7,8 @@ both margins are within twice the cosine's tolerance; slots are then not compare
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -58,10 +58,6 @@ class Tolerance:
             return replace(_LOW_PRECISION[metadata.precision], temperature=metadata.temperature)
         gate = Gate.of_model(metadata).relaxed_for_machine()
         return Tolerance(gate.cosine, gate.logit, gate.score, gate.others, metadata.temperature)
-
-    def describe(self) -> str:
-        """Return the main tolerances in words."""
-        return f"cosine {self.cosine:g}, score {self.score:g}, logit {self.logit:g} relative"
 
     def find_limit(self, path: str, expected: Mapping[str, Any]) -> float | None:
         """Return the largest accepted difference of a number, absolute; None for fields that are no such number.
@@ -188,10 +184,5 @@ def _is_close(old: Any, new: Any, limit: float) -> bool:
 
 def _finite_number(value: Any) -> float | None:
     """Return a finite number; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) <= sys.float_info.max else None

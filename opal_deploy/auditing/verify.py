@@ -134,8 +134,9 @@ def _verify_results(path: Path, model: Path, public_keys: PublicKeys | None, opt
     inference = _inference_options(run, model, options, session)
     raise_pillow_limit(inference.max_pixels)
     which = "all records" if lines is None else f"{len(lines)} of {total} records (--seed {seed})"
-    tolerance = Tolerance.for_model(session.metadata).describe()
-    options.log(f"{path}: checking {which} with {model} in {session.description}, up to {tolerance}")
+    limits = Tolerance.for_model(session.metadata)
+    up_to = f"cosine {limits.cosine:g}, score {limits.score:g}, logit {limits.logit:g} relative"
+    options.log(f"{path}: checking {which} with {model} in {session.description}, up to {up_to}")
     progress, count = as_progress(options.progress), len(lines or ()) or total
     # whatever the run's --box-confidence was: a record names its box
     boxes = read_boxes(Path(options.boxes), confidence=0) if options.boxes else None

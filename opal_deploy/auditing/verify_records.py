@@ -167,7 +167,9 @@ def verify_records(
         if finding.signature or finding.why or finding.differences:
             report.add(finding)
         progress(report.checked)
-    return _finish(report, run, check.public_keys)
+    report.run_faults, report.run_notes = run.check(check.public_keys)
+    report.findings.sort(key=lambda finding: finding.line)
+    return report
 
 
 def verify_signatures(path: Path, public_keys: PublicKeys | None) -> RecordsReport:
@@ -175,12 +177,7 @@ def verify_signatures(path: Path, public_keys: PublicKeys | None) -> RecordsRepo
     report, run = RecordsReport(), RunRecords(path)
     for _ in _select_records(run, frozenset(), public_keys, report):
         pass
-    return _finish(report, run, public_keys)
-
-
-def _finish(report: RecordsReport, run: RunRecords, public_keys: PublicKeys | None) -> RecordsReport:
     report.run_faults, report.run_notes = run.check(public_keys)
-    report.findings.sort(key=lambda finding: finding.line)
     return report
 
 
