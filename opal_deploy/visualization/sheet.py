@@ -19,7 +19,7 @@ from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.names import hide_folders
 from opal_deploy.records.record import Answer, Answered, Slot, describe_status
 from opal_deploy.visualization.boxes import draw_boxes
-from opal_deploy.visualization.drawing import SCALE, Anchor, Bitmap, Drawing, Rect, Text
+from opal_deploy.visualization.drawing import SCALE, Bitmap, Drawing, Rect, Text
 from opal_deploy.visualization.overlay import (
     COSINE,
     DISTANCE,
@@ -118,6 +118,7 @@ class _Sheet:
         columns = 1 + max(map(len, self.patches), default=0)
         self.width = _ROWS + _CHIP + columns * (_PATCH + 8) + _BAR + _MARGIN
         self.drawing = Drawing(self.width, 0)
+        self._add = self.drawing.shapes.append
         self.y = _MARGIN
 
     def finish(self) -> Drawing:
@@ -167,13 +168,13 @@ class _Sheet:
         if (probability := record.prediction.calibrated_probability) is not None:
             facts.append(f"calibrated probability {format_number(probability)}")
         for line in (hide_folders(record.image) or "(no name)", ", ".join(facts)):
-            self._text(_MARGIN, below, fit_line(line, _SMALL, _PHOTOGRAPH[0]), _SMALL, FAINT)
+            self._add(Text(_MARGIN, below, fit_line(line, _SMALL, _PHOTOGRAPH[0]), _SMALL, FAINT))
             below += 20
         x = _ROWS + _CHIP
-        self._text(x, top + 10, "found here", _SMALL, FAINT)
+        self._add(Text(x, top + 10, "found here", _SMALL, FAINT))
         if any(self.patches):
-            self._text(x + _PATCH + 8, top + 10, "looks like, in training images", _SMALL, FAINT)
-        self._text(self.width - _MARGIN, top + 10, _HEADINGS.get(self.meaning, self.meaning), _SMALL, FAINT, "end")
+            self._add(Text(x + _PATCH + 8, top + 10, "looks like, in training images", _SMALL, FAINT))
+        self._add(Text(self.width - _MARGIN, top + 10, _HEADINGS.get(self.meaning, self.meaning), _SMALL, FAINT, "end"))
         y = top + 20
         patches = {slot.slot: found for slot, found in zip(record.evidence, self.patches, strict=True)}
         values = [bar_value(slot) for slot in record.evidence]
@@ -183,13 +184,13 @@ class _Sheet:
             y += _ROW
         if self.meaning == COSINE:
             total = f"sum {format_number(math.fsum(values))}"
-            self._text(self.width - _MARGIN, y + 8, total, _BODY, anchor="end", bold=True)
+            self._add(Text(self.width - _MARGIN, y + 8, total, _BODY, anchor="end", bold=True))
             y += 14
         self.y = max(below, y) + 10
 
     def add_runner_up(self, answer: Answer, slots: Sequence[Slot]) -> None:
         """Add the runner-up: a small photograph with its boxes, and its bars on the scale of the answer's."""
-        self._rect(_MARGIN, self.y, self.width - 2 * _MARGIN, 1, _RULE)
+        self._add(Rect(_MARGIN, self.y, self.width - 2 * _MARGIN, 1, _RULE))
         self.y += 12
         name = answer.label.strip() or f"class {answer.class_id}"
         self._lines(f"Runner-up: {name}, {describe_match(answer)}", _HEAD)
@@ -201,7 +202,7 @@ class _Sheet:
         for slot in rank_slots(slots, self.meaning):
             self._chip(slot.slot, x, y)
             self._bar(slot, ends[slot.slot], x + _CHIP, y + 4, 2 * _BAR)
-            self._text(x + _CHIP + 2 * _BAR + 62, y + 18, format_number(bar_value(slot)), _BODY, anchor="end")
+            self._add(Text(x + _CHIP + 2 * _BAR + 62, y + 18, format_number(bar_value(slot)), _BODY, anchor="end"))
             y += 30
         self.y = max(top + height, y) + 10
 
@@ -221,8 +222,8 @@ class _Sheet:
         x0, y0, x1, y1 = (round(side * size[i % 2] / self.size[i % 2]) for i, side in enumerate(self.crop))
         if (x0, y0, x1, y1) != (0, 0, *size):
             # the part that the model saw
-            self._rect(x + x0, y + y0, x1 - x0, y1 - y0, edge=INK)
-            self._rect(x + x0 + 1, y + y0 + 1, x1 - x0 - 2, y1 - y0 - 2, edge=WHITE)
+            self._add(Rect(x + x0, y + y0, x1 - x0, y1 - y0, edge=INK))
+            self._add(Rect(x + x0 + 1, y + y0 + 1, x1 - x0 - 2, y1 - y0 - 2, edge=WHITE))
         return size
 
     def _row(self, slot: Slot, patches: Sequence[Patch], ends: tuple[float, float], y: int) -> None:
@@ -235,9 +236,9 @@ class _Sheet:
             alt = f"slot {slot.slot}: in {patch.image}, a training image"
             self._patch(image, patch.cell, slot.slot, x + number * (_PATCH + 8), y, alt)
         bar = self.width - _MARGIN - _BAR
-        self._text(bar + _BAR, y + 34, format_number(bar_value(slot)), _HEAD, anchor="end")
+        self._add(Text(bar + _BAR, y + 34, format_number(bar_value(slot)), _HEAD, anchor="end"))
         self._bar(slot, ends, bar, y + 42, _BAR)
-        self._text(bar, y + 76, fit_line(slot.name or "", _SMALL, _BAR), _SMALL, FAINT)
+        self._add(Text(bar, y + 76, fit_line(slot.name or "", _SMALL, _BAR), _SMALL, FAINT))
 
     def _patch(self, image: Image.Image, cell: Box, slot: int, x: int, y: int, alt: str) -> None:
         """Add a patch with its cell outlined, in the middle of its square."""
@@ -247,41 +248,33 @@ class _Sheet:
         x += (_PATCH - width) // 2
         left, top = x + round(cell[0] * width), y + round(cell[1] * height)
         across, down = max(3, round((cell[2] - cell[0]) * width)), max(3, round((cell[3] - cell[1]) * height))
-        self._rect(left - 2, top - 2, across + 4, down + 4, edge=INK)
-        self._rect(left - 1, top - 1, across + 2, down + 2, edge=slot_color(slot))
+        self._add(Rect(left - 2, top - 2, across + 4, down + 4, edge=INK))
+        self._add(Rect(left - 1, top - 1, across + 2, down + 2, edge=slot_color(slot)))
         if min(across, down) >= _MIN_WHITE:
             # keeps a dark colour visible on a dark photograph
-            self._rect(left, top, across, down, edge=WHITE)
+            self._add(Rect(left, top, across, down, edge=WHITE))
 
     def _chip(self, slot: int, x: int, y: int) -> None:
         """Add a slot's number on its colour."""
         color = slot_color(slot)
-        self._rect(x, y, 26, 26, color, INK)
-        self._text(x + 13, y + 19, str(slot), _BODY, text_color(color), "middle")
+        self._add(Rect(x, y, 26, 26, color, INK))
+        self._add(Text(x + 13, y + 19, str(slot), _BODY, text_color(color), "middle"))
 
     def _bar(self, slot: Slot, ends: tuple[float, float], x: int, y: int, width: int) -> None:
-        self._rect(x, y, width, 16, TRACK)
+        self._add(Rect(x, y, width, 16, TRACK))
         start, stop = round(ends[0] * width), round(ends[1] * width)
-        self._rect(x + start, y, stop - start, 16, slot_color(slot.slot), INK)
+        self._add(Rect(x + start, y, stop - start, 16, slot_color(slot.slot), INK))
 
     def _lines(self, text: str, size: int, color: RGB = INK, *, lines: int = 2, bold: bool = False) -> None:
         """Add wrapped text across the sheet."""
         # a PNG's larger letters are a little wider than those measured
         for line in wrap_text(text, size, 0.97 * (self.width - 2 * _MARGIN), lines):
             self.y += round(size * 1.35)
-            self._text(_MARGIN, self.y - round(size * 0.35), line, size, color, bold=bold)
-
-    def _text(
-        self, x: int, y: int, text: str, size: int, color: RGB = INK, anchor: Anchor = "start", *, bold: bool = False
-    ) -> None:
-        self.drawing.shapes.append(Text(x, y, text, size, color, anchor, bold))
-
-    def _rect(self, x: int, y: int, width: int, height: int, fill: RGB | None = None, edge: RGB | None = None) -> None:
-        self.drawing.shapes.append(Rect(x, y, width, height, fill, edge))
+            self._add(Text(_MARGIN, self.y - round(size * 0.35), line, size, color, bold=bold))
 
     def _bitmap(self, x: int, y: int, image: Image.Image, alt: str) -> tuple[int, int]:
         """Add an image; return its width and height on the sheet."""
-        self.drawing.shapes.append(Bitmap(x, y, image, alt))
+        self._add(Bitmap(x, y, image, alt))
         return image.width // SCALE, image.height // SCALE
 
 

@@ -198,9 +198,9 @@ class ReportWriter:
             "report",
             script=script,
             images=_IMAGE_SOURCES[self._image_mode],
-            title=escape_unprintable(self._options.title),
-            facts=_escape_facts(facts),
-            evidence=_escape_facts(self._options.evidence),
+            title=self._options.title,
+            facts=facts,
+            evidence=self._options.evidence,
             tables=self._tables,
             confusion=self._tables.confusion(),
             cards=self._cards,
@@ -210,7 +210,3 @@ class ReportWriter:
             fields=self._options.field is not None,
             modes=("boxes", "patches only") if self._image_mode == "files" else ("boxes", "no boxes", "patches only"),
         )
-
-
-def _escape_facts(facts: Sequence[Fact]) -> list[Fact]:
-    return [(escape_unprintable(name), escape_unprintable(value)) for name, value in facts]
