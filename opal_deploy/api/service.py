@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -50,7 +50,7 @@ class _Image:
     since: float = field(default_factory=time.monotonic)
 
 
-class Service:
+class Service(AbstractContextManager["Service"]):
     """Gathers images into batches as they arrive, and turns each into its record.
 
     A batch holds the images that wait when a session becomes free, up to `options.batch`; an image waits up to
@@ -148,9 +148,6 @@ class Service:
             self._state.wait_for(lambda: not self._in_flight)
         self._ready.put(None)
         self._resources.close()
-
-    def __enter__(self) -> Service:
-        return self
 
     def __exit__(self, *details: object) -> None:
         self.close()

@@ -6,6 +6,7 @@ import asyncio
 import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,22 +23,13 @@ from opal_deploy._version import __version__
 from opal_deploy.api.model import Model
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import OutOfMemory, StoppedEarly
-from opal_deploy.predict.explain_tensors import (
-    BOX,
-    EXPLAIN_SUFFIX,
-    IMAGE,
-    NAME,
-    RECORD,
-    build_explain_requests,
-    parse_name,
-)
+from opal_deploy.predict.explain_tensors import BOX, EXPLAIN_SUFFIX, IMAGE, NAME, RECORD, build_explain_requests
 from opal_deploy.records.lines import to_json_line
 from opal_deploy.records.record import Answered, Record
-from opal_deploy.server.bodies import BadRequest, InferRequest, Tensor, build_response, busy, parse_request
+from opal_deploy.server.bodies import BadRequest, Tensor, build_response, busy, parse_request
 from opal_deploy.server.middleware import RequestMiddleware
 from opal_deploy.server.models import ServedModel, ServerState
 from opal_deploy.server.options import ServeOptions
-from opal_deploy.sources.image import InputImage
 from opal_deploy.visualization.pages import load_templates, read_asset, read_evidence_script, read_style
 
 T = TypeVar("T")
@@ -131,11 +123,11 @@ class _Handlers:
             # long JSON would hold up the other requests
             parsed = await asyncio.to_thread(parse_request, body, json_size, inputs, outputs, model.service.capacity)
             request.state.images = len(next(iter(parsed.inputs.values())))
-            tensors = await (_infer_records if explains else _infer_pixels)(self._state, model, parsed)
+            tensors = await (_infer_records if explains else _infer_pixels)(self._state, model, parsed.inputs)
             content, size = build_response(request.path_params["name"], parsed, outputs, tensors)
-        headers = {} if size is None else {_JSON_SIZE: str(size)}
-        kind = "application/json" if size is None else "application/octet-stream"
-        return Response(content, headers=headers, media_type=kind)
+        if size is None:
+            return Response(content, media_type="application/json")
+        return Response(content, headers={_JSON_SIZE: str(size)}, media_type="application/octet-stream")
 
     async def explain(self, request: Request) -> Response:
         name = request.query_params.get("model", self._state.models[0].name)
@@ -145,7 +137,15 @@ class _Handlers:
             raise BadRequest(f"parameter {min(unknown)[:20]!r} found; expected model or name; crop before sending")
         _check_capacity(model)
         async with self._state.bodies.read(request) as body:
-            return await _explain_image(self._state, model, body, request.query_params.get("name", ""))
+            # only a text in the record: no file of that name is opened
+            image_name = request.query_params.get("name", "").encode("utf-8", "replace")
+            (record,) = await _classify(self._state, model, [body], [image_name])
+        if isinstance(record, Answered):
+            return Response(to_json_line(record), media_type="application/json")
+        problem = record.error
+        status = _STATUS.get(problem.code, HTTPStatus.UNPROCESSABLE_ENTITY)
+        document = {"error": problem.message, "code": problem.code, "record": record}
+        return Response(to_json_line(document), status, media_type="application/json")
 
     async def patches(self, request: Request) -> Response:
         """Return the patches of training images for the slots of the class `class`, and how far they reach in cells."""
@@ -182,45 +182,28 @@ def _answer_health(healthy: dict[str, Any], problem: str) -> Response:
     return JSONResponse({"error": problem}, HTTPStatus.SERVICE_UNAVAILABLE) if problem else JSONResponse(healthy)
 
 
-async def _infer_pixels(state: ServerState, model: ServedModel, request: InferRequest) -> dict[str, Tensor]:
+async def _infer_pixels(state: ServerState, model: ServedModel, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """Return the graph's outputs for pixels: `images`, uint8 [N, H0, W0, 3]; raise as `_run_jobs`."""
-    images: Any = request.inputs["images"]
-    rows = await _run_jobs(state, lambda: model.service.submit_pixels(images, wait=False))
+    rows = await _run_jobs(state, lambda: model.service.submit_pixels(inputs["images"], wait=False))
     arrays = Outputs.concatenate(rows).to_arrays()
     # in Triton every tensor has a dimension besides N
     return {name: array.reshape(len(array), -1) if array.ndim == 1 else array for name, array in arrays.items()}
 
 
-async def _infer_records(state: ServerState, model: ServedModel, request: InferRequest) -> dict[str, Tensor]:
-    """Return a record per image file; raise BadRequest for inputs of different lengths, or as `_run_jobs`."""
-    inputs: dict[str, Any] = request.inputs
+async def _infer_records(state: ServerState, model: ServedModel, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """Return a record per image file; raise as `_classify`."""
+    records = await _classify(state, model, inputs[IMAGE], inputs.get(NAME), inputs.get(BOX))
+    return {RECORD: [to_json_line(record).rstrip(b"\n") for record in records]}
+
+
+async def _classify(
+    state: ServerState, model: ServedModel, images: Sequence[bytes], names: Sequence[bytes] | None, boxes: Any = None
+) -> list[Record]:
+    """Return and note the records of image files, signed if the server signs; raise BadRequest, or as `_run_jobs`."""
     try:
-        requests = build_explain_requests(inputs[IMAGE], inputs.get(NAME), inputs.get(BOX))
+        requests = build_explain_requests(images, names, boxes)
     except ValueError as error:
         raise BadRequest(str(error)) from None
-    return {RECORD: [to_json_line(record).rstrip(b"\n") for record in await _classify(state, model, requests)]}
-
-
-async def _explain_image(state: ServerState, model: ServedModel, data: bytes, name: str) -> Response:
-    """Return the record of an image file's bytes; an error record with a status that fits, and its message as `error`.
-
-    `name` is for the record; no file of that name is opened. Raises BadRequest if it is too long, and as `_run_jobs`.
-    """
-    try:
-        image = InputImage(parse_name(name.encode("utf-8", "replace")), data)
-    except ValueError as error:
-        raise BadRequest(str(error)) from None
-    (record,) = await _classify(state, model, [image])
-    if isinstance(record, Answered):
-        return Response(to_json_line(record), media_type="application/json")
-    problem = record.error
-    status = _STATUS.get(problem.code, HTTPStatus.UNPROCESSABLE_ENTITY)
-    document = {"error": problem.message, "code": problem.code, "record": record}
-    return Response(to_json_line(document), status, media_type="application/json")
-
-
-async def _classify(state: ServerState, model: ServedModel, requests: Sequence[InputImage]) -> list[Record]:
-    """Return and note the records of images, signed if the server signs; raise as `_run_jobs`."""
     results = await _run_jobs(state, lambda: model.service.submit_requests(requests, wait=False))
     records = [result.record if model.signer is None else model.signer.sign(result.record) for result in results]
     for record in records:
@@ -272,7 +255,7 @@ async def _refuse(request: Request, error: Any) -> Response:
     return JSONResponse({"error": reason}, error.status_code, error.headers)
 
 
-class ModelApp:
+class ModelApp(AbstractContextManager["ModelApp"]):
     """The addresses of `opal-deploy serve`, as an ASGI application: the page, `/explain` and the protocol.
 
     Mount it, such as `app.mount("/model", model_app)`, and close it when the program ends. The program around it
@@ -289,11 +272,9 @@ class ModelApp:
                 and the like have no effect.
 
         Raises:
-            TypeError: no such option, or a path instead of a loaded model.
-            UsageError: the model does not support an option. StoppedEarly: the device was lost.
+            TypeError: no such option. UsageError: the model does not support an option.
+            StoppedEarly: the device was lost.
         """
-        if not hasattr(model, "sessions"):
-            raise TypeError(f"ModelApp takes a loaded model, found {type(model).__name__}; use opal_deploy.load(path)")
         self._state = ServerState(ServeOptions(**options, allowed_host=("*",), log_format="off"))
         self._state.load(name, model.path or Path(name), model.sessions, model.sha256)
         self._app = create_app(self._state)
@@ -305,9 +286,6 @@ class ModelApp:
     def close(self) -> None:
         """Finish the images in flight, and end threads and processes."""
         self._state.close()
-
-    def __enter__(self) -> ModelApp:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

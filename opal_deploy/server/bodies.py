@@ -77,7 +77,7 @@ class BodyReader:
         Raises HTTPException for a body that is too large, too slow or not what its headers say, if too many bytes are
         held, and if the client leaves.
         """
-        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        encoding = request.headers.get("content-encoding", "").strip().lower()
         held: list[int] = []
         try:
             body = await self._read(request, held)
@@ -331,15 +331,14 @@ def _parse_json_tensor(raw: _Input, spec: TensorSpec, shape: tuple[int, ...]) ->
             raise ValueError(f"shape {list(array.shape)}")
         if spec.datatype != "BYTES":
             return array
-        is_base64 = spec.is_file or raw.parameters.content_type == "base64"
-        return [_decode_base64(text) if is_base64 else text.encode() for text in array.ravel().tolist()]
+        elements = array.ravel().tolist()
+        if not (spec.is_file or raw.parameters.content_type == "base64"):
+            return [element.encode() for element in elements]
+        # perhaps with line breaks or as a data URL
+        codes = ("".join(element.rpartition(";base64,")[2].split()) for element in elements)
+        return [base64.b64decode(code, validate=True) for code in codes]
     except ValueError as error:
         raise spec.refuse(f"data does not fit {spec.datatype} {list(shape)}: {str(error)[:200]}") from None
-
-
-def _decode_base64(text: str) -> bytes:
-    """Return the bytes of base64, perhaps with line breaks or as a data URL; raise ValueError if it is none."""
-    return base64.b64decode("".join(text.rpartition(";base64,")[2].split()), validate=True)
 
 
 def _choose_outputs(document: _Document, outputs: Sequence[TensorSpec]) -> dict[str, bool]:

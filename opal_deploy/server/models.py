@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from opal_deploy._version import __version__
 from opal_deploy.api.service import Service
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import tensor_specs
+from opal_deploy.artifact.outputs import INPUT, tensor_specs
 from opal_deploy.predict.explain_tensors import BOX, EXPLAIN_SUFFIX, IMAGE, NAME, RECORD
 from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.predict.setup import check_model
@@ -32,6 +32,7 @@ _EXPLAIN_INPUTS = [
     TensorSpec(IMAGE, "BYTES", (-1, 1), is_file=True), TensorSpec(NAME, "BYTES", (-1, 1), optional=True),
     TensorSpec(BOX, "FP32", (-1, 4), optional=True),
 ]  # fmt: skip
+_DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
 _EXPLAIN_SPECS = (_EXPLAIN_INPUTS, [TensorSpec(RECORD, "BYTES", (-1, 1))])
 # images in flight per model, by default
 _QUEUED_BATCHES = 8
@@ -67,11 +68,11 @@ class ServedModel:
         """Return the inputs and outputs of the model, or of its explain model."""
         if explains:
             return _EXPLAIN_SPECS
-        names, known = {dtype: name for name, dtype in DTYPES.items()}, tensor_specs(self.metadata)
         # the session normalises where the graph does not; in Triton every tensor has a dimension besides N
-        return [TensorSpec("images", "UINT8", (-1, *self.metadata.input_size, 3))], [
-            TensorSpec(name, names[np.dtype(dtype)], (-1, *(shape or (1,))))
-            for name, (shape, dtype) in ((name, known[name]) for name in self.metadata.outputs)
+        return [TensorSpec(INPUT, "UINT8", (-1, *self.metadata.input_size, 3))], [
+            TensorSpec(name, _DATATYPES[np.dtype(dtype)], (-1, *(shape or (1,))))
+            for name, (shape, dtype) in tensor_specs(self.metadata).items()
+            if name != INPUT
         ]
 
 

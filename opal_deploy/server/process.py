@@ -10,7 +10,6 @@ import signal
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 
 from granian.constants import HTTPModes, Interfaces
 from granian.http import HTTP1Settings
@@ -92,22 +91,22 @@ def run_server(
     app: ASGIApp, state: ServerState, placeholder: socket.socket, announce: Callable[[], object] = lambda: None
 ) -> None:
     """Answer requests until SIGTERM or Ctrl-C, then finish those in flight; raise StoppedEarly for a lost device."""
-    stopping = False
+    stopping = asyncio.Event()
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal stopping
-        if stopping:
+    def stop() -> None:
+        if stopping.is_set():
             state.log.message("Stopping at once")
             os._exit(ExitCode.INTERRUPTED)
-        stopping, state.problem = True, state.problem or "the server is stopping"
+        stopping.set()
+        state.problem = state.problem or "the server is stopping"
         state.log.message("Stopping after the requests in flight; stop again to end at once")
 
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        asyncio.run(serve_app(app, state, placeholder, lambda: stopping, announce))
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    async def serve() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop)
+        await serve_app(app, state, placeholder, stopping.is_set, announce)
+
+    asyncio.run(serve())
     if state.failed:
         raise StoppedEarly(state.problem)
 
@@ -116,7 +115,7 @@ async def serve_app(
     app: ASGIApp, state: ServerState, placeholder: socket.socket, stopping: Callable[[], bool],
     announce: Callable[[], object],
 ) -> None:  # fmt: skip
-    """Answer requests at the address of a socket, which is closed, until `stopping` or until a device is lost.
+    """Answer requests at the address of a socket, which is closed, until `stopping` or a device is lost.
 
     `announce` is called once the server listens. Requests in flight are answered before the end.
     """
@@ -128,7 +127,11 @@ async def serve_app(
         http1_settings=HTTP1Settings(header_read_timeout=int(_HEAD_SECONDS * 1e3), max_buffer_size=_MAX_HEAD_BYTES),
     )  # fmt: skip
     serving = asyncio.create_task(server.serve())
-    while not (await _accepts(host, port) or serving.done()):
+    while not serving.done():
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection(host, port)
+            writer.close()
+            break
         await asyncio.sleep(_POLL_SECONDS)
     announce()
     while not (stopping() or state.failed or serving.done()):
@@ -140,11 +143,3 @@ async def serve_app(
     await asyncio.wait({serving}, timeout=options.upload_timeout + options.request_timeout + _READ_SECONDS)
     if serving.done():
         serving.result()
-
-
-async def _accepts(host: str, port: int) -> bool:
-    with contextlib.suppress(OSError):
-        _, writer = await asyncio.open_connection(host, port)
-        writer.close()
-        return True
-    return False
