@@ -255,7 +255,7 @@ def write_diff(page: Path, report: DiffReport, names: tuple[str, str], root: Pat
 
 def _render_card(record: Record, number: int, folder: str, root: Path) -> object:
     """Return the report's card of a record, with its photograph if there is one."""
-    name = None if record.image is None else record.image.removeprefix(folder)
+    name = record.image and record.image.removeprefix(folder)
     photograph = load_photograph(record, root, _CARD_SIDE) if isinstance(record, Answered) else None
     source = None if photograph is None else embed_jpeg(photograph)
     return mark_safe(render_card(replace(record, image=name), number, source))

@@ -123,16 +123,13 @@ class RunRecords:
         self._positions: list[int] = []
         self._signatures, self._runs = SignatureDigest(), set[str]()
 
-    def add(self, record: Record | None) -> None:
-        """Add the next line's record; None for a line without one."""
-        if record is None:
-            return
+    def add(self, record: Record) -> None:
+        """Add the next record."""
         self.count += 1
         if record.image_index is not None:
             self._positions.append(record.image_index)
         self._signatures.add(record.signature)
-        # two runs are enough to tell that not all records are of one
-        if record.signature is not None and record.signature.run is not None and len(self._runs) < 2:
+        if record.signature is not None and record.signature.run is not None:
             self._runs.add(record.signature.run)
 
     def check(self, keys: PublicKeys | None) -> tuple[list[str], list[str]]:

@@ -196,10 +196,10 @@ def _select_records(
     """Yield the records to compute again; add all to `run`, and report lines that are not records."""
     for number, (_, document, record) in enumerate(scan_lines(run.path), 1):
         report.records += 1
-        run.add(record)
         if record is None:
             report.add(Finding(number, None, why="not a complete record"))
             continue
+        run.add(record)
         fault = ""
         if public_keys is None:
             report.signatures_unchecked += record.signature is not None
