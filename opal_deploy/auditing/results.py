@@ -27,6 +27,8 @@ from opal_deploy.visualization.overlay import show_photograph
 
 # ranges of positions named in a message
 _LISTED = 10
+# a run.json may hold anything
+_MOST = 1 << 31
 
 
 def is_results(path: Path) -> bool:
@@ -148,7 +150,7 @@ class RunRecords:
             return [f"{RUN}: {fault}", *self._compare_positions(None, is_shard=is_shard)], []
         written = _as_dict(document.get("records"))
         count = written.get("count")
-        count = count if type(count) is int and count >= 0 else None
+        count = count if type(count) is int and 0 <= count <= _MOST else None
         faults = self._compare_positions(count, is_shard=is_shard)
         if not faults and written.get("signatures_sha256") not in (None, self._signatures.hexdigest()):
             faults.append("the records are not those that the run wrote, or in another order")

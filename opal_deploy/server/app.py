@@ -272,9 +272,11 @@ class ModelApp(AbstractContextManager["ModelApp"]):
                 and the like have no effect.
 
         Raises:
-            TypeError: no such option. UsageError: the model does not support an option.
-            StoppedEarly: the device was lost.
+            TypeError: no such option, or a path instead of a loaded model.
+            UsageError: the model does not support an option. StoppedEarly: the device was lost.
         """
+        if not hasattr(model, "sessions"):
+            raise TypeError(f"ModelApp takes a loaded model, found {type(model).__name__}; use opal_deploy.load(path)")
         self._state = ServerState(ServeOptions(**options, allowed_host=("*",), log_format="off"))
         self._state.load(name, model.path or Path(name), model.sessions, model.sha256)
         self._app = create_app(self._state)

@@ -24,6 +24,8 @@ from opal_deploy.options import (
 from opal_deploy.records.decision import Decision
 
 TOKEN_VARIABLE = "OPAL_DEPLOY_TOKEN"
+# of a token and the line end after it
+_MOST_BYTES = 10_000
 LogFormat = Literal["text", "json", "off"]
 
 
@@ -73,7 +75,8 @@ def read_token(path: StrPath | None) -> str | None:
     if path is not None:
         origin = f"--token-file {path}"
         try:
-            token = Path(path).read_text(encoding="utf-8")
+            with open(path, "rb") as stream:
+                token = stream.read(_MOST_BYTES).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{origin}: cannot be read ({error})") from None
     token = None if token is None else token.strip()
