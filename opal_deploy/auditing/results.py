@@ -131,7 +131,8 @@ class RunRecords:
         if record.image_index is not None:
             self._positions.append(record.image_index)
         self._signatures.add(record.signature)
-        if record.signature is not None and record.signature.run is not None:
+        # two runs are enough to tell that not all records are of one
+        if record.signature is not None and record.signature.run is not None and len(self._runs) < 2:
             self._runs.add(record.signature.run)
 
     def check(self, keys: PublicKeys | None) -> tuple[list[str], list[str]]:

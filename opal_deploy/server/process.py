@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import FrameType
 
 from granian.constants import HTTPModes, Interfaces
 from granian.http import HTTP1Settings
@@ -91,22 +92,23 @@ def run_server(
     app: ASGIApp, state: ServerState, placeholder: socket.socket, announce: Callable[[], object] = lambda: None
 ) -> None:
     """Answer requests until SIGTERM or Ctrl-C, then finish those in flight; raise StoppedEarly for a lost device."""
-    stopping = asyncio.Event()
+    stopping = False
 
-    def stop() -> None:
-        if stopping.is_set():
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopping
+        if stopping:
             state.log.message("Stopping at once")
             os._exit(ExitCode.INTERRUPTED)
-        stopping.set()
-        state.problem = state.problem or "the server is stopping"
+        stopping, state.problem = True, state.problem or "the server is stopping"
         state.log.message("Stopping after the requests in flight; stop again to end at once")
 
-    async def serve() -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop)
-        await serve_app(app, state, placeholder, stopping.is_set, announce)
-
-    asyncio.run(serve())
+    # not the event loop's handlers, which Windows lacks, and which a loop that hangs would never call
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        asyncio.run(serve_app(app, state, placeholder, lambda: stopping, announce))
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
     if state.failed:
         raise StoppedEarly(state.problem)
 
