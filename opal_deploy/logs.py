@@ -51,10 +51,10 @@ def one_line(text: str) -> str:
 
 
 def print_message(text: str = "") -> None:
-    """Print lines on stderr, each escaped by `one_line`; a closed pipe is ignored."""
+    """Print lines on stderr, each escaped by `one_line`; a closed pipe or a full device is ignored."""
     try:
         print("\n".join(map(one_line, text.split("\n"))), file=sys.stderr, flush=True)
-    except BrokenPipeError:
+    except OSError:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
 
 

@@ -36,7 +36,7 @@ from opal_deploy.errors import ExitCode, OpalError
 
 # reasons why the system refuses a file that the user names
 _REFUSED = (
-    errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT
+    errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS
 )  # fmt: skip
 # UsageError of click, which typer bundles or imports
 _CallError: Any = typer.BadParameter.__bases__[0]
@@ -91,6 +91,10 @@ class ErrorHandlingGroup(CommandGroup):
             if isinstance(error, OSError) and error.errno in _REFUSED and error.filename is not None:
                 print_message(f"opal-deploy: {one_line(f'{error.filename}: {error.strerror}')}; give another file")
                 raise SystemExit(ExitCode.USAGE) from None
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                place = error.filename or "output"
+                print_message(f"opal-deploy: {one_line(f'{place}: {error.strerror}')}; free space there, then repeat")
+                raise SystemExit(ExitCode.STOPPED_EARLY) from None
             print_message(
                 f"opal-deploy: internal error: {type(error).__name__}: {one_line(str(error))}. "
                 "Please report it with the output of the command run with --debug."

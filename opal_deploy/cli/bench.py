@@ -20,7 +20,7 @@ from opal_deploy.bench.options import (
     SweepOptions,
     ThroughputOptions,
 )
-from opal_deploy.cli.console import CommandGroup, GroupedCommand, print_json_line, print_message, progress
+from opal_deploy.cli.console import CommandGroup, GroupedCommand, print_message, print_output, progress
 from opal_deploy.cli.options import expand_options
 from opal_deploy.errors import OpalError, UsageError, require
 
@@ -59,7 +59,7 @@ def overhead(options: OverheadOptions) -> None:
     for measurement in overheads.build_measurements(rows, options.input_size):
         _write(measurement, options)
     if not options.as_json:
-        print_json_line(overheads.format_tables(rows, paper))
+        print_output(overheads.format_tables(rows, paper))
     if options.check:
         overheads.check_paper(rows, paper, print_message)
 
@@ -194,4 +194,4 @@ def _write(measurement: Measurement, options: OutputOptions) -> None:
     if options.out is not None:
         append_measurement(options.out, measurement)
     if options.as_json:
-        print_json_line(measurement.to_line())
+        print_output(measurement.to_line())

@@ -12,6 +12,7 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
+from opal_deploy.errors import StoppedEarly
 from opal_deploy.logs import one_line as one_line
 from opal_deploy.logs import print_message as print_message
 from opal_deploy.logs import show_progress
@@ -61,12 +62,18 @@ def print_line(text: str) -> None:
 
 def print_json(document: Any) -> None:
     """Print a document as indented JSON on stdout."""
-    print_json_line(json.dumps(document, indent=2, ensure_ascii=True))
+    print_output(json.dumps(document, indent=2, ensure_ascii=True))
 
 
-def print_json_line(text: str) -> None:
-    """Print a line on stdout; a closed pipe (`| head`) is ignored."""
+def print_output(text: str) -> None:
+    """Print lines on stdout, each escaped by `one_line`; a closed pipe (`| head`) is ignored.
+
+    Raises:
+        StoppedEarly: stdout cannot be written, such as on a full disk.
+    """
     try:
-        print(text, flush=True)
+        print("\n".join(map(one_line, text.split("\n"))), flush=True)
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
+    except OSError as error:
+        raise StoppedEarly(f"stdout cannot be written ({error.strerror}); redirect it elsewhere") from None

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from opal_deploy.auditing.options import ConvertOptions
-from opal_deploy.cli.console import print_json, print_json_line, print_message
+from opal_deploy.cli.console import print_json, print_message, print_output
 
 
 def convert(
@@ -24,7 +24,7 @@ def convert(
 
     document = convert_results(results, **options.keywords())
     if options.out is None:
-        print_json_line(json.dumps(document, ensure_ascii=True))
+        print_output(json.dumps(document, ensure_ascii=True))
     else:
         print_message(f"{options.out}: {len(document['images'])} images")
     if options.to == "megadetector":

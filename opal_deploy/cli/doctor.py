@@ -9,7 +9,7 @@ from typing import Annotated, get_args
 import typer
 
 from opal_deploy import __version__
-from opal_deploy.cli.console import print_json, print_message
+from opal_deploy.cli.console import print_json, print_output
 from opal_deploy.errors import UsageError
 from opal_deploy.runtime import devices
 from opal_deploy.runtime.devices import Driver
@@ -42,7 +42,7 @@ def doctor(
     else:
         _print(driver, statuses, warnings)
         summary = ", ".join(f"{device.upper()} {'yes' if usable[device] else 'no'}" for device in ("cpu", "gpu"))
-        print_message(f"\nInference here: {summary}")
+        print_output(f"\nInference here: {summary}")
     if require is not None and not usable[require]:
         raise UsageError(_explain_unusable(statuses, require))
 
@@ -59,25 +59,25 @@ def _explain_unusable(statuses: list[RuntimeStatus], device: RequiredDevice) -> 
 
 def _print(driver: Driver, statuses: list[RuntimeStatus], warnings: list[str]) -> None:
     system = f"{platform.system()} {platform.machine()}"
-    print_message(f"opal-deploy {__version__}, Python {platform.python_version()}, {system}")
-    print_message("\nGPU")
+    print_output(f"opal-deploy {__version__}, Python {platform.python_version()}, {system}")
+    print_output("\nGPU")
     if driver.version:
         newest = ".".join(map(str, driver.cuda)) if driver.cuda else "unknown"
-        print_message(f"  NVIDIA driver {driver.version}, runs CUDA up to {newest}")
+        print_output(f"  NVIDIA driver {driver.version}, runs CUDA up to {newest}")
     for gpu in driver.gpus:
         memory = f"{gpu.memory / 2**30:.1f} GiB" if gpu.memory is not None else "memory unknown"
         major, minor = gpu.compute_capability
-        print_message(f"  {gpu.index}: {gpu.name}, {memory}, compute capability {major}.{minor}")
+        print_output(f"  {gpu.index}: {gpu.name}, {memory}, compute capability {major}.{minor}")
     if driver.problem:
-        print_message(f"  {driver.problem}")
-    print_message("\nRuntimes")
+        print_output(f"  {driver.problem}")
+    print_output("\nRuntimes")
     for status in statuses:
-        print_message(f"  {status.name:<16} {status.version or '-':<12} {_describe(status)}")
+        print_output(f"  {status.name:<16} {status.version or '-':<12} {_describe(status)}")
     for warning in warnings:
-        print_message(f"\nwarning: {warning}")
-    print_message("\nNot proven")
+        print_output(f"\nwarning: {warning}")
+    print_output("\nNot proven")
     for line in NEVER_RUN:
-        print_message(f"  {line}")
+        print_output(f"  {line}")
 
 
 def _describe(status: RuntimeStatus) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from opal_deploy.cli.console import print_json, print_json_line, print_message
+from opal_deploy.cli.console import print_json, print_output
 
 
 def inspect(
@@ -19,10 +19,10 @@ def inspect(
     from opal_deploy.auditing import inspection
 
     if card:
-        print_json_line(inspection.write_card(model))
+        print_output(inspection.write_card(model))
         return
     contents = inspection.inspect(model)
     if as_json:
         print_json(contents.document)
     else:
-        print_message(str(contents))
+        print_output(str(contents))

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from opal_deploy.cli.console import print_json, print_message, progress
+from opal_deploy.cli.console import print_json, print_message, print_output, progress
 from opal_deploy.errors import StoppedEarly, UsageError
 from opal_deploy.options import Option, Options
 
@@ -48,7 +48,7 @@ def reproduce(table: Annotated[str, typer.Argument(help=_TABLES)], options: Repr
     plan = make_plan(table, list(folders), list(map(int, seeds)), options.recipe, options.out, options.row)
     if options.dry_run:
         for run in plan.runs:
-            print(f"{run}  {'finished' if run.is_finished else 'to do'}  {run.folder}")
+            print_output(f"{run}  {'finished' if run.is_finished else 'to do'}  {run.folder}")
         print_message(f"{len(plan.runs)} runs, {sum(not run.is_finished for run in plan.runs)} to do")
         return
     failures = []
@@ -66,7 +66,7 @@ def reproduce(table: Annotated[str, typer.Argument(help=_TABLES)], options: Repr
     if options.output == "json":
         print_json(document)
     else:
-        print(render(plan, document), end="", flush=True)
+        print_output(render(plan, document).rstrip("\n"))
     if failures:
         kind = UsageError if any(isinstance(error, UsageError) for error in failures) else StoppedEarly
         raise kind(f"{len(failures)} of the runs failed: {'; '.join(map(str, failures))}")

@@ -191,4 +191,4 @@ def test_the_generated_set_has_parts_and_foreground(metrics, lines, tmp_path, op
     line = "not measured (no boxes, masks or parts)"
     assert opal("infer", data.root / "test/bimlu", "--model", path, *options).returncode == 0
     assert line in (tmp_path / "explained" / "report.html").read_text()
-    assert line in opal("inspect", path).stderr
+    assert line in opal("inspect", path).stdout

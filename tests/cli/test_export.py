@@ -61,7 +61,7 @@ def test_no_verify_is_on_record_and_infer_repeats_it(opal, folder, make_pictures
     inferred = opal("infer", "in", "--model", "c.fp16.onnx", "--no-isolate", cwd=folder)
     assert inferred.returncode == 0
     assert "NOT VERIFIED: this model was exported with --no-verify" in inferred.stderr
-    assert "NO: exported with --no-verify" in opal("inspect", "c.fp16.onnx", cwd=folder).stderr
+    assert "NO: exported with --no-verify" in opal("inspect", "c.fp16.onnx", cwd=folder).stdout
 
 
 def test_the_same_file_is_kept_and_another_is_replaced_only_when_told(opal, folder, tmp_path):

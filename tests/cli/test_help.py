@@ -2,13 +2,15 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 from typer.main import get_command
 
 from opal_deploy._version import __version__
 from opal_deploy.cli import app
-from tests.cli.calls import call_without, check, one_line
+from tests.cli.calls import MAIN, call_without, check, one_line
 
 HEAVY = ("torch", "torchvision", "onnx", "onnxruntime", "onnxscript", "sklearn", "matplotlib", "safetensors")
 
@@ -43,6 +45,13 @@ def test_help_lists_the_exit_codes_and_the_version_is_the_packages(opal):
     assert opal("--version").stdout == f"opal-deploy {__version__}\n"
 
 
+@pytest.mark.parametrize("words", [("schema",), ("--version",)])
+def test_a_full_device_is_one_line_and_exit_code_5(words):
+    with open("/dev/full", "w") as full:
+        call = [sys.executable, "-c", MAIN, *words]
+        assert "No space left" in one_line(subprocess.run(call, stdout=full, stderr=subprocess.PIPE, text=True), 5)
+
+
 def test_a_missing_package_names_the_extra_to_install(exact_model, make_pictures, tmp_path):
     make_pictures(tmp_path / "in", 1)
     model, checkpoint = exact_model, exact_model.with_suffix(".pt")
@@ -64,5 +73,5 @@ def test_a_missing_package_names_the_extra_to_install(exact_model, make_pictures
 def test_inspect_and_doctor_need_neither_torch_nor_a_runtime(exact_model):
     calls = [*(("inspect", exact_model.with_suffix(suffix)) for suffix in (".onnx", ".pt")), ("doctor", "--json")]
     *inspected, examined = map(check, call_without(HEAVY, calls))
-    assert all("shufflenet_v2_x0_5" in done.stderr for done in inspected)
+    assert all("shufflenet_v2_x0_5" in done.stdout for done in inspected)
     assert json.loads(examined.stdout)["schema"] == 1

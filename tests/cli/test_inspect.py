@@ -8,7 +8,7 @@ from tests.cli.calls import one_line
 
 
 def test_an_exported_model_is_described_and_json_goes_to_stdout_alone(opal, exact_model):
-    shown = opal("inspect", exact_model).stderr
+    shown = opal("inspect", exact_model).stdout
     for part in ("4 classes, m = 3, distance l2, grid 3x3", "matches the file", "exact.pt (opal-deploy)", "verified"):
         assert part in shown
     done = opal("inspect", exact_model, "--json")
@@ -34,7 +34,7 @@ def test_a_damaged_model_is_shown_as_damaged(opal, exact_model, tmp_path):
     data = bytearray(exact_model.read_bytes())
     data[len(data) // 4] ^= 1
     (tmp_path / "m.onnx").write_bytes(data)
-    assert "DOES NOT MATCH" in opal("inspect", tmp_path / "m.onnx").stderr
+    assert "DOES NOT MATCH" in opal("inspect", tmp_path / "m.onnx").stdout
 
 
 def test_a_checkpoint_of_another_program_or_with_parts_missing_is_refused(opal, tmp_path):

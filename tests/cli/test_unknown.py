@@ -124,7 +124,7 @@ def test_other_forms_of_the_graph_keep_the_output(opal, infer, folder, records):
     assert "it lists 2 of 3 classes; give --top 2, or a file that lists more" in one_line(infer("x", model=name))
     refused = one_line(opal("evaluate", "data", "--model", name, cwd=folder))
     assert "fp16.onnx: outputs only the best 2 classes, and `evaluate` needs all" in refused
-    assert "of the best 2 classes" in opal("inspect", name, cwd=folder).stderr
+    assert "of the best 2 classes" in opal("inspect", name, cwd=folder).stdout
 
 
 def test_a_file_without_the_output_holds_no_features(opal, folder):

@@ -50,7 +50,7 @@ def test_an_edited_onnx_file_is_the_export_of_the_edited_checkpoint(files, names
         [f"{names[0]}/1", f"{names[2]}/0"], "stamps", "model.onnx"
     )  # fmt: skip
     for out in outs:
-        shown = opal("inspect", out).stderr
+        shown = opal("inspect", out).stdout
         assert ", 2 slots dropped" in shown
         assert f"dropped {names[0]}/1, {names[2]}/0: stamps; from model{out.suffix}" in shown
 

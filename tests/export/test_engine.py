@@ -91,7 +91,7 @@ class TestFiles:
 
     def test_inspect_describes_it_without_running_it_and_shows_damage(self, again, opal):
         path = again.parent / ENGINE
-        shown = opal("inspect", path).stderr
+        shown = opal("inspect", path).stdout
         for part in ("tensorrt-rtx 1.", "sm80, batches 1:2:4", "ckpt.fp16.onnx", "unverified", "matches the file"):
             assert part in shown
         path.write_bytes(path.read_bytes()[:-1] + b"?")

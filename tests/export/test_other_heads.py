@@ -161,7 +161,7 @@ def test_a_prototype_is_dropped_for_all_classes_at_once(exported, opal):
     expected = before - scores[:, 7:8] * weights[:, 7].numpy()
     edited = OnnxSession(folder / "edited.onnx", device="cpu", threads=1)
     np.testing.assert_allclose(edited.run(images).logits, expected, rtol=1e-5, atol=2e-5)
-    assert "1 slot dropped" in opal("inspect", "edited.onnx", cwd=folder).stderr
+    assert "1 slot dropped" in opal("inspect", "edited.onnx", cwd=folder).stdout
     error = one_line(opal("edit", "model_state.onnx", "--drop", "Gull/7", "--out", "x.onnx", cwd=folder))
     assert "shared prototype's number" in error
 

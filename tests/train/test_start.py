@@ -32,7 +32,7 @@ def test_all_layers_go_on_and_dropped_slots_stay_dropped(squares, runs, tmp_path
     assert {key.partition(".")[0] for key in before if not torch.equal(before[key], after[key])} == {"backbone", "head"}
     assert result.network.config.head.dropped == (DROPPED,)
     assert result.edits == edited.edits
-    shown = opal("inspect", tmp_path / "run" / "best.pt").stderr
+    shown = opal("inspect", tmp_path / "run" / "best.pt").stdout
     assert f"started from  edited.pt, sha256 {edited.source['sha256'][:16]}" in shown
     assert "a stamp" in shown
 
