@@ -31,24 +31,34 @@ _BLANK = BLANK_DIGEST.encode()
 _IR_VERSION, _GRAPH, _OPSET_IMPORT, _METADATA_PROPS = 1, 7, 8, 14
 _KEY, _VALUE = 1, 2
 _OPSET_DOMAIN, _OPSET_VERSION = 1, 2
-# of GraphProto and TensorProto, and TensorProto.EXTERNAL
-_INITIALIZER, _DATA_LOCATION, _EXTERNAL = 5, 14, 1
+_FUNCTIONS = 25
+# of GraphProto, NodeProto, AttributeProto and TensorProto, and TensorProto.EXTERNAL
+_NODE, _INITIALIZER = 1, 5
+_OPERATOR, _ATTRIBUTE, _DOMAIN = 4, 5, 7
+_TENSOR, _SUBGRAPH, _SUBGRAPHS = 5, 6, 11
+_DATA_LOCATION, _EXTERNAL = 14, 1
 
 
 @dataclass(frozen=True)
 class OnnxHeader:
-    """An ONNX file's format, default operator set and `metadata_props`, and whether weights lie in other files."""
+    """An ONNX file's format, default operator set and `metadata_props`.
+
+    Attributes:
+        external: whether weights lie in other files.
+        unsafe: what in the graph may run for any time or run other code, such as a loop; empty if nothing.
+    """
 
     ir_version: int
     opset: int
     properties: dict[str, str]
     external: bool = False
+    unsafe: str = ""
 
 
 def read_header(path: Path) -> OnnxHeader:
-    """Return an ONNX file's outermost fields, without its graph; ArtifactError for a missing or any other file."""
+    """Return what an ONNX file says outside its weights; ArtifactError for a missing or any other file."""
     with _map_file(path) as data:
-        ir_version, opset, properties, graphs, external = 0, 0, {}, 0, False
+        ir_version, opset, properties, graphs, external, unsafe = 0, 0, {}, 0, False, ""
         try:
             for number, value in _fields(data, 0, len(data)):
                 if number == _IR_VERSION and isinstance(value, int):
@@ -58,6 +68,9 @@ def read_header(path: Path) -> OnnxHeader:
                 elif number == _GRAPH:
                     graphs += 1
                     external = external or _has_external_weights(data, value)
+                    unsafe = unsafe or _find_unsafe_node(data, value)
+                elif number == _FUNCTIONS:
+                    unsafe = "functions of its own"
                 elif number == _OPSET_IMPORT:
                     opset = max(opset, _read_default_opset(data, value))
                 elif number == _METADATA_PROPS:
@@ -67,7 +80,7 @@ def read_header(path: Path) -> OnnxHeader:
             raise ArtifactError(f"{path}: not an ONNX file, or damaged ({error}); export or copy it again") from None
     if not graphs or not ir_version:
         raise ArtifactError(f"{path}: not an ONNX file; expected a model that `opal-deploy export` wrote")
-    return OnnxHeader(ir_version, opset, properties, external)
+    return OnnxHeader(ir_version, opset, properties, external, unsafe)
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -76,12 +89,19 @@ def read_metadata(path: Path) -> Metadata:
     properties = header.properties
     if header.external:
         raise ArtifactError(f"{path}: weights lie in other files, which no digest covers; save it as one file")
+    check_operators(header, str(path))
     if METADATA_KEY not in properties:
         raise ArtifactError(
             f"{path}: not written by opal-deploy; a classifier of another tool is explained after: "
             f"opal-deploy export {path} --preprocess torchvision"
         )
     return Metadata.from_json(properties[METADATA_KEY], str(path))
+
+
+def check_operators(header: OnnxHeader, name: str) -> None:
+    """Raise ArtifactError for a graph, of the file of this name, that may run for any time or run other code."""
+    if header.unsafe:
+        raise ArtifactError(f"{name}: {header.unsafe} found; expected ONNX's own operators, without loops and branches")
 
 
 def check_digest(path: Path, metadata: Metadata) -> None:
@@ -91,7 +111,8 @@ def check_digest(path: Path, metadata: Metadata) -> None:
     if digest is None or digest != metadata.file_sha256:
         raise ArtifactError(
             f"{path}: its bytes do not match the digest written at export (found {_shorten(digest)}, expected "
-            f"{_shorten(metadata.file_sha256)}); the file is damaged or was edited: copy or export it again"
+            f"{_shorten(metadata.file_sha256)}); the file is damaged or was edited: copy or export it again; if a tool "
+            "simplified its graph: opal-deploy verify FILE --reseal ORIGINAL"
         )
 
 
@@ -178,12 +199,32 @@ def _map_file(path: Path) -> mmap.mmap:
 
 
 def _has_external_weights(data: mmap.mmap, graph: slice) -> bool:
-    """Return whether a weight of a graph is stored in another file."""
-    return any(
-        number == _INITIALIZER and isinstance(value, slice)
-        and (_DATA_LOCATION, _EXTERNAL) in _fields(data, value.start, value.stop)
-        for number, value in _fields(data, graph.start, graph.stop)
-    )  # fmt: skip
+    """Return whether a weight of a graph, or a node's constant, is stored in another file."""
+    tensors = [*_parts(data, graph, _INITIALIZER)]
+    for node in _parts(data, graph, _NODE):
+        for attribute in _parts(data, node, _ATTRIBUTE):
+            tensors += _parts(data, attribute, _TENSOR)
+    return any((_DATA_LOCATION, _EXTERNAL) in _fields(data, tensor.start, tensor.stop) for tensor in tensors)
+
+
+def _find_unsafe_node(data: mmap.mmap, graph: slice) -> str:
+    """Return the first operator of a graph that is not ONNX's own or that holds a graph, as loops and branches do."""
+    for node in _parts(data, graph, _NODE):
+        operator = b"".join(data[part] for part in _parts(data, node, _OPERATOR)).decode()
+        for domain in _parts(data, node, _DOMAIN):
+            if data[domain] not in (b"", b"ai.onnx"):
+                return f"operator {data[domain].decode()}.{operator}"
+        for attribute in _parts(data, node, _ATTRIBUTE):
+            if any(number in (_SUBGRAPH, _SUBGRAPHS) for number, _ in _fields(data, attribute.start, attribute.stop)):
+                return f"operator {operator}"
+    return ""
+
+
+def _parts(data: mmap.mmap, message: slice, number: int) -> Iterator[slice]:
+    """Yield the fields of bytes that have this number."""
+    for key, value in _fields(data, message.start, message.stop):
+        if key == number and isinstance(value, slice):
+            yield value
 
 
 def _read_default_opset(data: mmap.mmap, span: slice) -> int:

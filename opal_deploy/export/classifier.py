@@ -37,7 +37,7 @@ from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.plan import ExportedOnnx, ExportResult
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.records.regions import MOST_REGIONS
-from opal_deploy.runtime.onnx_session import CPU, OnnxSession
+from opal_deploy.runtime.onnx_session import CPU, OnnxSession, cpu_options
 from opal_deploy.runtime.verification import verify_test_vectors
 from opal_deploy.synthetic import example_images
 from opal_deploy.synthetic.dataset import test_vector_images
@@ -74,6 +74,7 @@ def export_classifier(
         VerificationError: it does not answer as the original.
     """
     name = name or path.name
+    onnx_file.check_operators(onnx_file.read_header(path), name)
     model = _load(path)
     check_graph(model, name)
     tail = find_tail(model, name)
@@ -195,9 +196,7 @@ def _read_input(model: onnx.ModelProto, preprocessing: Preprocessing, options: E
 
 def _open(model: onnx.ModelProto, options: ExportOptions, name: str) -> Any:
     """Return ONNX Runtime's session of a model on the CPU."""
-    settings = onnxruntime.SessionOptions()
-    settings.intra_op_num_threads, settings.inter_op_num_threads = options.threads or 0, 1
-    settings.log_severity_level = 3
+    settings = cpu_options(options.threads or 0)
     try:
         return onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=[CPU])
     except Exception as error:  # ONNX Runtime exports no base class of its exceptions

@@ -33,7 +33,6 @@ LISTED = 2
 _PREFIX, _OWN = "shares_", "own_"
 # nodes that change no value between the map and the logits
 _PASSED = {"Identity", "Dropout", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Cast", "Transpose"}
-_LOOPS = {"Loop", "Scan", "If"}
 # nodes behind which exporters store weights
 _FOLDED = {"Constant", "Identity", "Cast", "Transpose", "Reshape", "DequantizeLinear"}
 _OPSET = 13
@@ -106,11 +105,6 @@ def check_graph(model: onnx.ModelProto, name: str) -> None:
     opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)
     if opset < _OPSET:
         raise UsageError(f"{name}: opset {opset} found; expected {_OPSET} or newer: export it again with a newer opset")
-    for node in model.graph.node:
-        if node.domain not in ("", "ai.onnx"):
-            raise UsageError(f"{name}: operator {node.domain}.{node.op_type} found; expected ONNX's own operators only")
-        if node.op_type in _LOOPS:
-            raise UsageError(f"{name}: operator {node.op_type} found; expected a graph without loops and branches")
     if len([value for value in model.graph.input if value.name not in _constants(model)]) != 1:
         raise UsageError(f"{name}: expected one input, the images")
 

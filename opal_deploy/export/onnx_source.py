@@ -19,7 +19,7 @@ from opal_deploy.export.graph_edit import producers, with_outputs
 from opal_deploy.export.images import Pixels, choose_images
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.portable import from_file_opset
-from opal_deploy.runtime.onnx_session import OnnxSession, prepare_input
+from opal_deploy.runtime.onnx_session import CPU, OnnxSession, cpu_options, prepare_input
 from opal_deploy.runtime.verification import verify_test_vectors
 
 
@@ -35,7 +35,9 @@ class OnnxSource:
     @cached_property
     def origin(self) -> Metadata:
         """The file's metadata."""
-        return onnx_file.read_metadata(self.path)
+        metadata = onnx_file.read_metadata(self.path)
+        onnx_file.check_digest(self.path, metadata)
+        return metadata
 
     @property
     def onnx_precision(self) -> Precision:
@@ -54,6 +56,8 @@ class OnnxSource:
         verify_test_vectors(session, str(self.path))
         choice = choose_images(self.origin, options, calibrate="int8" in precisions, torchvision=False, model=self.path)
         model = from_file_opset(onnx.load(self.path))
+        # types that a tool which simplified the graph noted, and that another precision changes
+        del model.graph.value_info[:]
         doubt = self.origin.unverified
         return ExportCandidate(
             model,
@@ -74,11 +78,8 @@ def reference_runner(model: onnx.ModelProto, session: OnnxSession) -> Callable[[
     runner: Any = None
     if "argmax" in session.metadata.outputs:
         attention = with_outputs(model, [_find_attention(model.graph)])
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads, options.inter_op_num_threads = session.threads, 1
-        runner = onnxruntime.InferenceSession(
-            attention.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
+        options = cpu_options(session.threads)
+        runner = onnxruntime.InferenceSession(attention.SerializeToString(), options, providers=[CPU])
 
     def run(pixels: Pixels) -> Reference:
         outputs, margin = session.run(pixels), None

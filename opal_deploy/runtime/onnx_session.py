@@ -7,6 +7,7 @@ On the CPU, a session uses one thread per CPU of the process's affinity. TensorR
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,8 +44,10 @@ _OUT_OF_MEMORY = (
     "bad_alloc",
     "bad allocation",
 )
-# ONNX Runtime's number of the severity
-_ERROR_SEVERITY = 3
+# ONNX Runtime's number of the severity; its errors are raised too
+_FATAL = 4
+# larger results are computed at each run, not folded while a graph is loaded
+_FOLDED_BYTES = 1 << 30
 # of an exported graph's inputs and outputs
 _DTYPES: dict[str, np.dtype[Any]] = {
     "tensor(uint8)": np.dtype(np.uint8), "tensor(int32)": np.dtype(np.int32), "tensor(float)": np.dtype(np.float32),
@@ -106,10 +109,7 @@ class OnnxSession:
         """Return ONNX Runtime's session on the first of the providers; ArtifactError or UsageError if it refuses."""
         import onnxruntime
 
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = self.threads
-        options.inter_op_num_threads = 1
-        options.log_severity_level = _ERROR_SEVERITY
+        options = cpu_options(self.threads)
         # waiting threads must leave the cores to the threads that decode the next images
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         if providers[0] == CPU and self.metadata.int8_activations == "uint8":
@@ -156,6 +156,37 @@ class OnnxSession:
         return Outputs.from_arrays(dict(zip(self.metadata.outputs, arrays, strict=True)))
 
 
+def cpu_options(threads: int) -> Any:
+    """Return ONNX Runtime's options of a session on the CPU that asks for no more memory than is available.
+
+    A graph of a few bytes can ask for terabytes, or fill the memory in small steps.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = _FATAL
+    options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", str(_FOLDED_BYTES))
+    if _share_limited_arena():
+        options.add_session_config_entry("session.use_env_allocators", "1")
+    return options
+
+
+@functools.cache
+def _share_limited_arena() -> bool:
+    """Limit the memory that this process's sessions on the CPU may use together; return whether that is possible."""
+    import onnxruntime
+
+    try:
+        (kilobytes,) = re.findall(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text("ascii"))
+        kind = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR
+        memory = onnxruntime.OrtMemoryInfo("Cpu", kind, 0, onnxruntime.OrtMemType.DEFAULT)
+        onnxruntime.create_and_register_allocator(memory, onnxruntime.OrtArenaCfg({"max_mem": int(kilobytes) << 10}))
+    except Exception:  # no such file outside Linux; ONNX Runtime exports no base class of its exceptions
+        return False
+    return True
+
+
 def prepare_input(images: ImageBatch, metadata: Metadata) -> np.ndarray[Any, Any]:
     """Return an exported graph's input for images: the images, or float32 [N, 3, H0, W0] normalised."""
     check_batch(images, metadata)
@@ -179,8 +210,8 @@ def translate_errors(batch: int) -> Iterator[None]:
 
 
 def _find_reason(error: Exception) -> str:
-    """Return the readable part of an error: CUDA's words, or the first line."""
-    words = re.search(r"CU[A-Z]+ failure \d+: [^;\n]+", str(error))
+    """Return the readable part of an error: CUDA's words, those of a full memory, or the first line."""
+    words = re.search(r"CU[A-Z]+ failure \d+: [^;\n]+|Available memory of .*", str(error))
     return words[0].strip() if words else first_line(error)
 
 

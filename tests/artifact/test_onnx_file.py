@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import onnx
 import pytest
-from onnx import helper
+from onnx import TensorProto, helper
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.errors import ArtifactError
@@ -133,3 +133,24 @@ def test_weights_in_other_files_are_refused_since_no_digest_covers_them(exported
     onnx.save(model, tmp_path / "side.onnx", save_as_external_data=True, location="side.bin", size_threshold=0)
     with pytest.raises(ArtifactError, match="other files"):
         onnx_file.read_metadata(tmp_path / "side.onnx")
+
+
+def test_a_graph_that_may_run_for_any_time_is_refused_before_it_is_loaded(exported, tmp_path):
+    def save(change):
+        model = onnx.load(exported)
+        change(model)
+        onnx.save(model, tmp_path / "m.onnx")
+        return tmp_path / "m.onnx"
+
+    body = helper.make_graph([], "body", [], [])
+    loop = helper.make_node("Loop", ["trips", ""], ["z"], body=body)
+    function = helper.make_function("", "Relu", ["x"], ["y"], [], [helper.make_opsetid("", 17)])
+    weight = TensorProto(name="w", data_type=1, dims=[1], data_location=TensorProto.EXTERNAL)
+    constant = helper.make_node("Constant", [], ["w"], value=weight)
+    for change, words in (
+        (lambda model: model.graph.node.append(loop), "Loop"),
+        (lambda model: model.functions.append(function), "functions"),
+        (lambda model: model.graph.node.append(constant), "other files"),
+    ):
+        with pytest.raises(ArtifactError, match=words):
+            onnx_file.read_metadata(save(change))

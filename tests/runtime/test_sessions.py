@@ -10,6 +10,7 @@ import onnx
 import pynvml
 import pytest
 import torch
+from onnx import helper, numpy_helper
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.errors import ArtifactError, OutOfMemory, StoppedEarly, UsageError, VerificationError
@@ -55,6 +56,18 @@ class TestOnnxRuntimeOnTheCpu:
         for each, images in product((session, torch_session, in_openvino), others):
             with pytest.raises(ValueError, match=r"expected uint8 \[N, 64, 96, 3\]"):
                 each.run(images)
+
+    def test_a_graph_that_asks_for_terabytes_finds_no_memory(self, tiny, tmp_path):
+        model = onnx.load(tiny.path)
+        (logits,) = (node for node in model.graph.node if "logits" in node.output)
+        logits.output[0] = "small"
+        model.graph.initializer.append(numpy_helper.from_array(np.array([1 << 40]), "side"))
+        model.graph.node.append(helper.make_node("ConstantOfShape", ["side"], ["huge"]))
+        model.graph.node.append(helper.make_node("ReduceSum", ["huge"], ["sum"], keepdims=0))
+        model.graph.node.append(helper.make_node("Add", ["small", "sum"], ["logits"]))
+        onnx.save(model, tmp_path / "m.onnx")
+        with pytest.raises(OutOfMemory, match="4398046511104"):
+            OnnxSession(tmp_path / "m.onnx", device="cpu", check_digest=False).run(IMAGES)
 
     def test_threads_are_as_many_as_the_process_may_use(self, tiny, session, monkeypatch):
         assert session.description.startswith("ONNX Runtime ")
