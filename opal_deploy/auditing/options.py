@@ -33,6 +33,10 @@ class VerifyOptions(Decision):
     allow_incomplete: Annotated[
         bool, Option("Accept a signed run that stopped early, or an earlier state of one.", panel=_RESULTS)
     ] = False
+    reseal: Annotated[
+        StrPath | None,
+        Option("Write the digest again if the outputs are those of this original.", cli=Path),
+    ] = None
     device: Device = "auto"
     threads: Threads = None
     runtime: RuntimeChoice = "auto"

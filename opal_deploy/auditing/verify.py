@@ -6,9 +6,13 @@ import os
 import secrets
 import sys
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.files import check_sha256, compute_sha256, model_kind
 from opal_deploy.auditing.options import VerifyOptions
 from opal_deploy.auditing.record_diff import Tolerance
@@ -21,23 +25,29 @@ from opal_deploy.auditing.verify_records import (
     verify_records,
     verify_signatures,
 )
-from opal_deploy.errors import ArtifactError, UsageError
+from opal_deploy.errors import ArtifactError, UsageError, VerificationError
 from opal_deploy.logs import Log, WarningLine, as_progress, one_line
 from opal_deploy.options import StrPath, keywords
 from opal_deploy.predict.prepare import InferenceOptions, raise_pillow_limit
-from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding
+from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, decode
+from opal_deploy.preprocess.geometry import Geometry
+from opal_deploy.preprocess.resize import to_input
 from opal_deploy.records.decision import Decision
 from opal_deploy.records.signatures import PublicKeys
 from opal_deploy.runtime.devices import default_batch, default_workers
+from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.select import open_sessions
 from opal_deploy.runtime.session import Session
 from opal_deploy.runtime.verification import verify_test_vectors, wide_batch
 from opal_deploy.sources import discovery
 from opal_deploy.sources.annotations import read_boxes
 from opal_deploy.sources.image import Skipped
+from opal_deploy.synthetic import example_images
 
 # findings logged
 _LISTED = 10
+# images on which a rewritten model is compared with its original, how many at once, and how near its outputs must be
+_RESEALED, _RESEALED_BATCH, _SAME = 64, 8, 1e-6
 
 
 @dataclass(frozen=True)
@@ -67,11 +77,15 @@ def verify(target: StrPath, options: VerifyOptions) -> Verification:
     Args:
         target: an exported model; or results.jsonl, or its folder.
 
+    With `reseal`, a file of the original that another tool rewrote gets a valid digest again.
+
     Raises:
         UsageError: the call does not fit the target, or a file cannot be read.
-        VerificationError: the model does not reproduce its test vectors.
+        VerificationError: the model does not reproduce its test vectors or, to be resealed, the original's outputs.
     """
     path, model = Path(target), options.model
+    if options.reseal is not None:
+        return _reseal(path, Path(options.reseal), options)
     if not is_results(path):
         if options.images or options.public_key or model is not None:
             raise UsageError(f"{path}: not a results.jsonl; --model, --public-key and images are only for results")
@@ -113,6 +127,35 @@ def _verify_model(path: Path, options: VerifyOptions) -> Verification:
     if session.metadata.unverified:
         log(WarningLine(f"NOT VERIFIED on images: this model was {session.metadata.unverified}"))
     return Verification({"path": str(path), "sha256": sha256, "session": session.description, **comparison.to_dict()})
+
+
+def _reseal(path: Path, original: Path, options: VerifyOptions) -> Verification:
+    """Write the digest of a file that another tool rewrote again, if it answers as the original does."""
+    metadata = onnx_file.read_metadata(path)
+    # a rewritten file keeps the original's digest in its metadata
+    if metadata.to_json() != onnx_file.read_metadata(original).to_json():
+        raise UsageError(f"{path}: its metadata differs from that of {original}; expected a file made from it")
+    before = OnnxSession(original, device="cpu", threads=options.threads)
+    after = OnnxSession(path, device="cpu", threads=options.threads, check_digest=False)
+    verify_test_vectors(after, str(path), wide_batch(metadata))
+    pixels, source = example_images(_RESEALED, *metadata.input_size), "generated creatures"
+    if options.images:
+        source = "images"
+        listed = discovery.discover([os.fspath(image) for image in options.images], Skipped(), sys.stdin)
+        decoded = [decode(image.source) for image in islice(listed, _RESEALED)]
+        pixels = np.stack([to_input(image, Geometry.whole(*image.size), metadata.input_size) for image in decoded])
+    for start in range(0, len(pixels), _RESEALED_BATCH):
+        batch = pixels[start : start + _RESEALED_BATCH]
+        arrays = after.run(batch).to_arrays()
+        for name, expected in before.run(batch).to_arrays().items():
+            if not np.allclose(arrays[name], expected, rtol=_SAME, atol=_SAME):
+                difference = np.abs(arrays[name] - expected).max()
+                raise VerificationError(f"{path}: {name} differs by {difference:.3g} from {original}; export it again")
+    note = f"from {metadata.file_sha256}, compared on {len(pixels)} {source}"
+    sealed = replace(metadata, exporter={**metadata.exporter, "resealed": note})
+    digest = onnx_file.rewrite_metadata(path, sealed)
+    options.log(f"{path}: test vectors and {len(pixels)} {source} give the outputs of {original}; wrote its new digest")
+    return Verification({"path": str(path), "digest": digest, "original": str(original), "images": len(pixels)})
 
 
 def _open(model: Path, options: VerifyOptions) -> tuple[Session, str]:
