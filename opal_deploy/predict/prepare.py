@@ -36,7 +36,7 @@ from opal_deploy.preprocess.decode import (
     open_file,
 )
 from opal_deploy.preprocess.geometry import Geometry, compute_geometry
-from opal_deploy.preprocess.resize import fit_input, to_display
+from opal_deploy.preprocess.resize import fit_input, is_nearly_black, to_display
 from opal_deploy.records.decision import NO_DECISION, Decision
 from opal_deploy.remote import RemoteFile
 from opal_deploy.sources.image import InputImage
@@ -122,6 +122,7 @@ class Prepared:
             short for it.
         error: why the image cannot be classified; None if it can.
         image_sha256: hex digest of the file's bytes; None without a file, or if it is unreadable or too large.
+        nearly_black: see `is_nearly_black`.
     """
 
     input: InputImage
@@ -130,6 +131,7 @@ class Prepared:
     image: Image.Image | None = None
     error: ImageError | None = None
     image_sha256: str | None = None
+    nearly_black: bool = False
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,8 @@ def prepare(
                 # it was decoded at a fraction of its size, enough for the model but not for a person
                 image = decode(source, max_pixels=options.max_pixels)
             kept = to_display(image)
-    return Prepared(request, geometry, pixels if out is None else None, kept, image_sha256=digest)
+    black = is_nearly_black(pixels)
+    return Prepared(request, geometry, pixels if out is None else None, kept, image_sha256=digest, nearly_black=black)
 
 
 def read_file(source: File) -> tuple[File, str | None]:

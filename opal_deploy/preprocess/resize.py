@@ -31,6 +31,8 @@ MAX_DISPLAY_PIXELS, MAX_DISPLAY_SIDE = 2_000_000, 4096
 # a filter has two 8-byte weights per pixel of a side: on a longer side, whole pixels are averaged first
 _MAX_SIDE = 1_000_000
 _thread_local = threading.local()
+# the brightest value of 12 bits read as 16
+_NEARLY_BLACK = 16
 
 
 def to_input(
@@ -51,6 +53,11 @@ def to_input(
         if resized is not None:
             return resized
     return np.asarray(region.resize((width, height), Image.Resampling.BILINEAR))
+
+
+def is_nearly_black(pixels: NDArray[np.uint8]) -> bool:
+    """Return whether an image uses a sixteenth of its range at most, as 12-bit data in a 16-bit file do."""
+    return bool(pixels.max() <= _NEARLY_BLACK)
 
 
 def fit_input(

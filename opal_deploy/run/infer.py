@@ -25,6 +25,7 @@ from opal_deploy.errors import ImageError, OpalError, StoppedEarly
 from opal_deploy.logs import as_progress
 from opal_deploy.options import StrPath
 from opal_deploy.predict.executor import open_decoders, predict_batches
+from opal_deploy.predict.prepare import Result
 from opal_deploy.predict.setup import LoadedModel
 from opal_deploy.records.record import Failed, Record
 from opal_deploy.records.run_files import RESULTS
@@ -174,9 +175,10 @@ def write_records(
         if inference.keep_images:
             prepare_overlays(out, first)
         decoders = stack.enter_context(open_decoders(sessions, inference, timer))
-        batches = predict_batches(remaining, sessions, inference, decoders, timer, first=first)
+        predicted = predict_batches(remaining, sessions, inference, decoders, timer, first=first)
         # otherwise its threads would live as long as an exception's traceback
-        stack.enter_context(closing(batches))
+        stack.enter_context(closing(predicted))
+        batches = _count_black(predicted, summary)
         groups: Iterator[list[Record]] = ([result.record for result in results] for results in batches)
         if inference.keep_images:
             drawn = draw_results(
@@ -201,6 +203,12 @@ def write_records(
             report(summary.total)
             summary.check_errors(options.max_errors)
     return thumbnails
+
+
+def _count_black(batches: Iterator[list[Result]], summary: Summary) -> Iterator[list[Result]]:
+    for results in batches:
+        summary.nearly_black += sum(result.prepared.nearly_black for result in results)
+        yield results
 
 
 def _refuse_changed_archive(records: Iterable[Record]) -> None:

@@ -80,6 +80,7 @@ class Summary:
     Attributes:
         statuses, errors, drawing_errors: number of records by status, by error code, and by code of a missing drawing.
         error_examples: names of the first few images with an error, by code; not in summary.json, which is shared.
+        nearly_black: number of new images that use a sixteenth of their range at most.
         classes: number of predictions by (class id, label).
         accuracy: None without labels.
         folder: common folder of the images, see `share_folder`; not in summary.json, which is shared.
@@ -95,6 +96,7 @@ class Summary:
     errors: Counter[str] = field(default_factory=Counter)
     error_examples: dict[str, list[str]] = field(default_factory=dict)
     drawing_errors: Counter[str] = field(default_factory=Counter)
+    nearly_black: int = 0
     classes: Counter[tuple[int, str]] = field(default_factory=Counter)
     accuracy: Accuracy | None = None
     folder: str | None = None
@@ -159,6 +161,11 @@ class Summary:
             yield one_line(f"  {code}: {count} ({', '.join(self.error_examples[code])})")
         for code, count in self.drawing_errors.most_common():
             yield f"  predicted, but not drawn: {code}: {count}"
+        if self.nearly_black:
+            yield (
+                f"  nearly black: {self.nearly_black}, with no value above a sixteenth of the range; "
+                "scale 12-bit data in 16-bit files first, for training too"
+            )
         if self.accuracy is not None:
             yield from self.accuracy.describe()
 
@@ -170,6 +177,7 @@ class Summary:
             "statuses": dict(sorted(self.statuses.items())),
             "errors": dict(self.errors.most_common()),
             "drawing_errors": dict(self.drawing_errors.most_common()),
+            "nearly_black": self.nearly_black,
             "classes": [{"class_id": number, "label": label, "images": n} for (number, label), n in ranked],
             "accuracy": None if self.accuracy is None else self.accuracy.to_dict(),
             "new_images": self.total - self.resumed,

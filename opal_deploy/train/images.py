@@ -32,7 +32,7 @@ from opal_deploy.evaluation.inputs import annotate
 from opal_deploy.logs import Log, Progress, WarningLine
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import Box, Geometry, compute_geometry
-from opal_deploy.preprocess.resize import to_input
+from opal_deploy.preprocess.resize import is_nearly_black, to_input
 from opal_deploy.runtime.devices import available_cpus
 from opal_deploy.train import machine
 from opal_deploy.train.augmentation import PaperAugmentation
@@ -124,8 +124,8 @@ def draw_region(boxes: Sequence[Box], geometry: Geometry, size: tuple[int, int])
 
 def read_images(
     images: TrainImages, progress: Progress, *, keep: bool, fabric: Fabric | None = None
-) -> tuple[TrainImages, list[str]]:
-    """Decode images in threads, once; return those that can be decoded, and why the others cannot.
+) -> tuple[TrainImages, list[str], list[str]]:
+    """Decode images in threads, once; return those that can be decoded, why others cannot, and the nearly black ones.
 
     With `keep` the resized images stay in memory; else each process of `fabric`, if it is given, decodes its share.
     """
@@ -134,12 +134,15 @@ def read_images(
     alone = fabric is None or fabric.world_size == 1
     thumbnails = np.empty((len(images), THUMBNAIL), np.float32) if alone and len(images) <= MAX_IMAGES else None
     problems: dict[int, str] = {}
+    black: list[str] = []
 
     def read(index: int) -> None:
         try:
             resized = images.load(index)
             if pixels is not None:
                 pixels[index] = resized
+            if is_nearly_black(resized[..., :3]):
+                black.append(str(images.samples[index].path))
             if thumbnails is not None:
                 thumbnails[index] = compute_thumbnail(resized)
         except ImageError as error:
@@ -149,6 +152,7 @@ def read_images(
         for done, _ in enumerate(pool.map(read, range(rank, len(images), size)), 1):
             progress(done, len(images), "reading images")
     problems = {index: text for share in machine.gather(fabric, problems) for index, text in share.items()}
+    black = sorted(path for share in machine.gather(fabric, black) for path in share)
     images = replace(images, pixels=pixels, thumbnails=thumbnails)
     if problems:
         kept, regions = [index for index in range(len(images)) if index not in problems], images.regions
@@ -159,7 +163,7 @@ def read_images(
             pixels=None if pixels is None else pixels[kept],
             thumbnails=None if thumbnails is None else thumbnails[kept],
         )
-    return images, [problems[index] for index in sorted(problems)]
+    return images, [problems[index] for index in sorted(problems)], black
 
 
 class Batches:
@@ -267,9 +271,11 @@ def prepare_images(
     room = options.cache_megabytes * MEGABYTE / machine.local_processes()
     cached = splits[0].num_bytes + splits[1].num_bytes <= room
     problems: list[str] = []
+    black: list[str] = []
     for split, keep in enumerate((cached, cached, False)):
-        splits[split], unusable = read_images(splits[split], progress, keep=keep, fabric=fabric)
+        splits[split], unusable, dark = read_images(splits[split], progress, keep=keep, fabric=fabric)
         problems += unusable
+        black += dark
     train, val, test = splits
     if not len(train) or (data.val and not len(val)):
         raise UsageError(f"{data.root}: no training or no validation image can be decoded: {shorten_list(problems)}")
@@ -277,6 +283,11 @@ def prepare_images(
         log(WarningLine(
             f"warning: left out {len(problems)} image(s) that cannot be decoded: {shorten_list(problems)}; replace or "
             "remove them"
+        ))  # fmt: skip
+    if black:
+        log(WarningLine(
+            f"warning: {len(black)} image(s) are nearly black, with no value above a sixteenth of the range: "
+            f"{shorten_list(black)}; scale 12-bit data in 16-bit files first, for inference too"
         ))  # fmt: skip
     batch_size = options.batch_size or 1
     if min(batch_size, len(train)) < 2 * fabric.world_size:

@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from opal_deploy.artifact.files import compute_sha256
 from tests.cli.calls import MAIN, check, one_line, read_results
@@ -92,6 +94,12 @@ def test_what_models_without_single_cells_can_and_cannot_do(infer, map_model, li
     assert done.returncode == 0
     assert "no single cell is its evidence, so overlays show no boxes" in done.stderr
     assert (tmp_path / "map/report.html").is_file()
+
+
+def test_12_bit_data_in_16_bit_files_are_counted_as_nearly_black(infer, pictures, tmp_path):
+    Image.fromarray(np.full((96, 96), 4095, np.uint16)).save(pictures / "dark.png")
+    assert "nearly black: 1," in infer(pictures).stderr
+    assert json.loads((tmp_path / "out/summary.json").read_bytes())["nearly_black"] == 1
 
 
 def test_a_bug_is_called_one(infer, pictures, monkeypatch):

@@ -37,7 +37,7 @@ def samples(tmp_path):
 def _epoch(samples, *, epoch=1, seed=0, workers=0, cached=False):
     images = TrainImages(samples, (32, 32), augmentation=PaperAugmentation((32, 32)), seed=seed)
     if cached:
-        images, _ = read_images(images, no_progress, keep=True)
+        images, _, _ = read_images(images, no_progress, keep=True)
     batches = Batches(images, 4, shuffle_seed=seed, workers=workers)
     batches.epoch = epoch
     return b"".join(images.numpy().tobytes() + labels.numpy().tobytes() for images, labels in batches)
@@ -74,13 +74,16 @@ def test_an_epoch_has_every_image_once_and_no_batch_of_one(samples):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_truncated_images_are_named_in_one_line_or_left_out(samples):
+def test_truncated_images_are_named_or_left_out_and_nearly_black_ones_are_named(samples):
     for index in (2, 6):
         samples[index].path.write_bytes(samples[index].path.read_bytes()[:1500])
     images = TrainImages(samples, (32, 32))
     with pytest.raises(UsageError, match=r"\A.*2\.png: .*\Z"):
         list(Batches(images, 4, workers=1))
-    readable, problems = read_images(images, no_progress, keep=False)
+    # 12-bit data in a 16-bit file
+    Image.fromarray(np.full((50, 40), 4095, np.uint16)).save(samples[4].path)
+    readable, problems, black = read_images(images, no_progress, keep=False)
+    assert black == [str(samples[4].path)]
     assert len(problems) == 2
     assert [sample.path.stem for sample in readable.samples] == list("0134578")
 
