@@ -37,7 +37,7 @@ from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.plan import ExportedOnnx, ExportResult
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.records.regions import MOST_REGIONS
-from opal_deploy.runtime.onnx_session import CPU, OnnxSession, cpu_options
+from opal_deploy.runtime.onnx_session import CPU, OnnxSession, session_options, translate_errors
 from opal_deploy.runtime.verification import verify_test_vectors
 from opal_deploy.synthetic import example_images
 from opal_deploy.synthetic.dataset import test_vector_images
@@ -196,7 +196,7 @@ def _read_input(model: onnx.ModelProto, preprocessing: Preprocessing, options: E
 
 def _open(model: onnx.ModelProto, options: ExportOptions, name: str) -> Any:
     """Return ONNX Runtime's session of a model on the CPU."""
-    settings = cpu_options(options.threads or 0)
+    settings = session_options(options.threads or 0)
     try:
         return onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=[CPU])
     except Exception as error:  # ONNX Runtime exports no base class of its exceptions
@@ -216,7 +216,8 @@ def _run_original(session: Any, own: _Input, images: NDArray[np.float32], tail: 
     for start in range(0, len(images), size):
         # the last batch is filled up with copies
         rows = np.resize(np.arange(start, min(start + size, len(images))), size)
-        parts.append(session.run([tail.logits], {own.name: _feed(own, images[rows])})[0].reshape(size, -1))
+        with translate_errors(size):
+            parts.append(session.run([tail.logits], {own.name: _feed(own, images[rows])})[0].reshape(size, -1))
     return np.concatenate(parts)[: len(images)].astype(np.float32)
 
 
@@ -226,7 +227,8 @@ def _measure_grid(
     """Return (H, W) of the feature map, from a run."""
     blank = np.zeros((own.batch or 1, 3, *own.size), np.float32)
     seen = _open(with_outputs(model, [tail.features]), options, name)
-    shape = seen.run([tail.features], {own.name: _feed(own, blank)})[0].shape
+    with translate_errors(len(blank)):
+        shape = seen.run([tail.features], {own.name: _feed(own, blank)})[0].shape
     channels = tail.weights.shape[1]
     if len(shape) != 4 or shape[3 if tail.channels_last else 1] != channels:
         raise UsageError(f"{name}: the mean before its dense layer is of {list(shape)}; expected [N, {channels}, H, W]")

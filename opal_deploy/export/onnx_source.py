@@ -19,7 +19,7 @@ from opal_deploy.export.graph_edit import producers, with_outputs
 from opal_deploy.export.images import Pixels, choose_images
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.portable import from_file_opset
-from opal_deploy.runtime.onnx_session import CPU, OnnxSession, cpu_options, prepare_input
+from opal_deploy.runtime.onnx_session import CPU, OnnxSession, prepare_input, session_options
 from opal_deploy.runtime.verification import verify_test_vectors
 
 
@@ -78,7 +78,7 @@ def reference_runner(model: onnx.ModelProto, session: OnnxSession) -> Callable[[
     runner: Any = None
     if "argmax" in session.metadata.outputs:
         attention = with_outputs(model, [_find_attention(model.graph)])
-        options = cpu_options(session.threads)
+        options = session_options(session.threads)
         runner = onnxruntime.InferenceSession(attention.SerializeToString(), options, providers=[CPU])
 
     def run(pixels: Pixels) -> Reference:

@@ -109,7 +109,7 @@ class OnnxSession:
         """Return ONNX Runtime's session on the first of the providers; ArtifactError or UsageError if it refuses."""
         import onnxruntime
 
-        options = cpu_options(self.threads)
+        options = session_options(self.threads, on_cpu=providers[0] == CPU)
         # waiting threads must leave the cores to the threads that decode the next images
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         if providers[0] == CPU and self.metadata.int8_activations == "uint8":
@@ -156,8 +156,8 @@ class OnnxSession:
         return Outputs.from_arrays(dict(zip(self.metadata.outputs, arrays, strict=True)))
 
 
-def cpu_options(threads: int) -> Any:
-    """Return ONNX Runtime's options of a session on the CPU that asks for no more memory than is available.
+def session_options(threads: int, *, on_cpu: bool = True) -> Any:
+    """Return ONNX Runtime's options of a session; on the CPU it gets no more memory than is available.
 
     A graph of a few bytes can ask for terabytes, or fill the memory in small steps.
     """
@@ -167,7 +167,7 @@ def cpu_options(threads: int) -> Any:
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     options.log_severity_level = _FATAL
     options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", str(_FOLDED_BYTES))
-    if _share_limited_arena():
+    if on_cpu and _share_limited_arena():
         options.add_session_config_entry("session.use_env_allocators", "1")
     return options
 
