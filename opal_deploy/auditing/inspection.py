@@ -291,6 +291,7 @@ def write_card(path: Path) -> str:
     ))  # fmt: skip
     return (
         "---\nlibrary_name: opal-deploy\npipeline_tag: image-classification\n"
+        "license: other  # to be filled in by whoever trained it: weights and photographs may limit its use\n"
         f"tags: [opal-deploy, onnx{', interpretable' * (metadata.evidence == 'exact')}]\n---\n\n"
         f"# {_escape(path.stem)}\n\n"
         f"## Use\n\n    opal-deploy infer images/ --explain --model {path.name}\n\n## Limits\n\n{limits}\n\n"

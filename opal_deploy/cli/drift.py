@@ -49,8 +49,8 @@ def _print_report(report: DriftReport) -> None:
         print_message(f"{report.failed / (report.failed + report.images):.1%} of all images failed ({report.failed:,})")
     if not report.shifts:
         print_message(
-            f"No shift found. With so many images, a change shows once {report.smallest_shift:.0%} of the answers have "
-            "a cosine or margin above or below what it was before"
+            f"No shift found. {report.images:,} images only show changes of at least {report.smallest_shift:.0%} of "
+            "the answers; compare more images to see smaller ones"
         )
     for section, text in report.causes.items():
         print_message(f"{text} (what to do: docs/howto/drift.md, {section})")

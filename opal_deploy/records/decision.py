@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from opal_deploy.records.record import AnswerStatus, Slot
 
 _PANEL = "Thresholds"
+# the rate of examples
+_USUAL_RATE = 0.05
 
 
 class Chosen(NamedTuple):
@@ -137,7 +139,11 @@ def describe_supported_rates(risk: Mapping[str, Any], baseline: Baseline | None)
         wrong = f"{round(risk['images'] * risk['error'])} of {risk['images']:,} validation images are wrong"
         yield f"--min-margin takes {rates or 'no error rate'}: {wrong}, and more images allow lower rates"
     if baseline is not None and baseline.ood_score:
-        yield f"--unknown takes rates from {100 * baseline.smallest_rate:g}%"
+        rate = 100 * max(baseline.smallest_rate, _USUAL_RATE)
+        yield (
+            f"--unknown takes rates from {100 * baseline.smallest_rate:g}%: `infer --unknown {rate:g}%` marks at most "
+            f"{rate:g}% of images like these as unknown, to find images of other things"
+        )
         if not baseline.background:
             yield "Many images of other things pass --unknown; --background FOLDER with some of them helps most"
 

@@ -46,4 +46,6 @@ def test_a_checkpoint_of_another_program_or_with_parts_missing_is_refused(opal, 
 
 
 def test_a_card_names_what_was_not_measured(opal, exact_model):
-    assert "metrics: not recorded in the file" in opal("inspect", exact_model, "--card").stdout
+    card = opal("inspect", exact_model, "--card").stdout
+    assert "metrics: not recorded in the file" in card
+    assert "\nlicense: other" in card
