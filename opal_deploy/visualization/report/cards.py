@@ -118,11 +118,11 @@ def _round(value: float | None) -> float | None:
 
 
 class Thumbnail(bytes):
-    """A WebP made by `make_thumbnail` of a photograph without boxes, ready to be embedded in a card."""
+    """A JPEG made by `make_thumbnail` of a photograph without boxes, ready to be embedded in a card."""
 
 
 def make_thumbnail(overlay: bytes | Image.Image, record: Answered) -> Thumbnail:
-    """Return a photograph, or an overlay without its caption, as WebP of about 480 x 640 pixels at most."""
+    """Return a photograph, or an overlay without its caption, as JPEG of about 480 x 640 pixels at most."""
     image = Image.open(io.BytesIO(overlay)) if isinstance(overlay, bytes) else overlay
     whole, (width, height) = image.size, photograph_size(record.width, record.height)
     share = min(THUMBNAIL_WIDTH / width, THUMBNAIL_HEIGHT / height)
@@ -136,7 +136,7 @@ def make_thumbnail(overlay: bytes | Image.Image, record: Answered) -> Thumbnail:
     cut = image.convert("RGB").crop((0, 0, *part))
     small = cut if cut.size == size else cut.resize(size, Image.Resampling.BILINEAR, reducing_gap=2.0)
     buffer = io.BytesIO()
-    small.save(buffer, "WEBP", quality=THUMBNAIL_QUALITY)
+    small.save(buffer, "JPEG", quality=THUMBNAIL_QUALITY)
     return Thumbnail(buffer.getvalue())
 
 

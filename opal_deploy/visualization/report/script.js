@@ -24,7 +24,7 @@
     const number = rows[position][NUMBER];
     if (config.image_mode === "files") return details(position).overlay;
     const block = $("p" + number);
-    return block && "data:image/webp;base64," + block.textContent;
+    return block && "data:image/jpeg;base64," + block.textContent;
   }
 
   const pluralize = (n, one, many) => n.toLocaleString("en") + " " + (n === 1 ? one : many);
