@@ -1,4 +1,4 @@
-"""Tasks of a Python user; `test_tasks.py` runs them, and checks their types with mypy and pyright in strict mode."""
+"""Tasks of a Python user; `test_tasks.py` runs them, and checks their types with pyright, `make check` with mypy."""
 
 import asyncio
 import sys

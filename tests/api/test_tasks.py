@@ -13,12 +13,7 @@ MODEL = ROOT / "opal_deploy/cli/demo/creatures.onnx"
 PYRIGHT = ROOT / ".ort-web/node_modules/.bin/pyright"
 
 
-def test_the_tasks_are_typed_and_run(make_pictures, tmp_path):
-    checked = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(SCRIPT)],
-        capture_output=True, text=True, cwd=ROOT,
-    )  # fmt: skip
-    assert checked.returncode == 0, checked.stdout
+def test_the_tasks_run(make_pictures, tmp_path):
     make_pictures(tmp_path / "images/bimlu", 20)
     done = subprocess.run(
         [sys.executable, SCRIPT, MODEL, tmp_path / "images", tmp_path], capture_output=True, text=True

@@ -64,9 +64,7 @@ def test_a_document_from_outside_is_checked():
     assert Patches.from_dict({}) is None
 
 
-def test_the_atlas_shows_the_patches_of_a_data_set_or_those_that_the_model_keeps(
-    tmp_path, exact_model, make_pictures, opal
-):
+def test_the_atlas_shows_the_patches_of_a_data_set_or_those_that_the_model_keeps(tmp_path, exact_model, make_pictures):
     checkpoint, own, out = load(exact_model.with_suffix(".pt")), tmp_path / "own.pt", tmp_path / "atlas.html"
     checkpoint.class_names = ["ash", "birch", "elm", "oak"]
     for name in checkpoint.class_names:
@@ -74,8 +72,7 @@ def test_the_atlas_shows_the_patches_of_a_data_set_or_those_that_the_model_keeps
     save_checkpoint(own, checkpoint)
     with pytest.raises(UsageError, match="no patches"):
         create_atlas(own, out=out)
-    done = opal("atlas", tmp_path / "data", "--model", own, "--out", out)
-    assert "patches of 12 slots" in done.stderr, done.stderr
+    assert len(create_atlas(own, data=tmp_path / "data", out=out).patches.slots) == 12
     shown = out.read_text("utf-8").count("data:image/jpeg;base64,")
     files = sorted(tmp_path.glob("data/train/*/*"))
     samples = [Sample(path, checkpoint.class_names.index(path.parent.name)) for path in files]
@@ -84,6 +81,7 @@ def test_the_atlas_shows_the_patches_of_a_data_set_or_those_that_the_model_keeps
     create_atlas(own, out=out, overwrite=True)
     assert out.read_text("utf-8").count("data:image/jpeg;base64,") == shown > 0
     # an export carries them unless it must not
-    for kept in (True, False):
-        exported = export_model(own, out=tmp_path / "own.onnx", overwrite=True, verify=False, patches=kept)
-        assert bool(read_metadata(exported.path).patches) == kept
+    exported = export_model(own, out=tmp_path / "own.onnx", verify=False)
+    assert read_metadata(exported.path).patches
+    with pytest.raises(UsageError, match="patches"):
+        export_model(exported.path, out=tmp_path / "without.onnx", precision="fp16", patches=False)
