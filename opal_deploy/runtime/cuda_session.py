@@ -15,9 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from opal_deploy.artifact.outputs import INPUT, FloatArray, Outputs, TensorSpec, tensor_specs
+from opal_deploy.artifact.outputs import INPUT, TensorSpec, tensor_specs
 from opal_deploy.errors import UsageError
 from opal_deploy.runtime.cuda import Cuda, Stream, load_cuda_libraries
 from opal_deploy.runtime.devices import parse_device
@@ -72,8 +70,7 @@ class OnnxKernels:
         self._sessions.clear()
         self._unused.clear()
 
-    def close(self) -> None:
-        self.release_memory()
+    close = release_memory
 
     def _bind(self, buffers: BufferSet, rows: int) -> tuple[Any, Any]:
         import onnxruntime
@@ -135,22 +132,14 @@ class CudaOnnxSession(PipelineSession, OnnxSession):
         """See `PaddingSession.add_batch_size`."""
         self._sizes.add_size(size)
 
-    def run_normalised(self, images: FloatArray) -> Outputs:
-        """Run float32 [N, 3, H0, W0], already normalised; only for a graph whose input is float32."""
-        return self._run_batch(np.asarray(images))
-
 
 def open_onnx_session(
     path: Path, *, device: str = "auto", threads: int | None = None, check_digest: bool = True
 ) -> OnnxSession:
     """Load a file of `opal-deploy export` on a device.
 
-    Args:
-        path: the ONNX file.
-        device: `cpu`, `cuda`, `cuda:1`, or `auto`: the GPU if ONNX Runtime can use one.
-        threads, check_digest: see `OnnxSession`.
-
-    Errors are those of `OnnxSession`.
+    `device` is `cpu`, `cuda`, `cuda:1`, or `auto`: the GPU if ONNX Runtime can use one. The other arguments and the
+    errors are those of `OnnxSession`.
     """
     kind = CudaOnnxSession if runs_on_cuda(device) else OnnxSession
     return kind(path, device=device, threads=threads, check_digest=check_digest)

@@ -100,16 +100,6 @@ def query_onnxruntime(timeout: float = 60) -> dict[str, Any]:
     return report
 
 
-def _diagnose_cuda(report: dict[str, Any], driver: Driver) -> tuple[str, str]:
-    """Return why this onnxruntime cannot use a GPU here and what to do; two empty strings where it can."""
-    if "CUDAExecutionProvider" not in report["providers"]:
-        return "has no CUDA provider", install_command("gpu", instead_of="onnxruntime-gpu")
-    problem = diagnose_gpu(driver)
-    if not problem[0] and report["problem"]:
-        return f"its CUDA libraries do not load: {report['problem']}", install_command("gpu")
-    return problem
-
-
 def _inspect_onnxruntime(driver: Driver) -> list[RuntimeStatus]:
     cpu, gpu = installed_version("onnxruntime"), installed_version("onnxruntime-gpu")
     if cpu is None and gpu is None:
@@ -129,29 +119,29 @@ def _inspect_onnxruntime(driver: Driver) -> list[RuntimeStatus]:
         advice = install_command("gpu", instead_of="onnxruntime")
         return [first, RuntimeStatus("onnxruntime-gpu", None, problem="not installed", advice=advice)]
     problem, advice = broken, install_command("gpu", instead_of="onnxruntime-gpu")
-    if not broken:
-        problem, advice = _diagnose_cuda(report, driver)
+    if not broken and "CUDAExecutionProvider" not in providers:
+        problem = "has no CUDA provider"
+    elif not broken:
+        problem, advice = diagnose_gpu(driver)
+        if not problem and report["problem"]:
+            problem, advice = f"its CUDA libraries do not load: {report['problem']}", install_command("gpu")
     return [first, RuntimeStatus("onnxruntime-gpu", gpu, on_cpu, not problem, problem, advice, providers)]
 
 
-def _distributions(name: str) -> tuple[str, str]:
-    return f"{name}-cu13", name
+def tensorrt_version(name: str) -> str | None:
+    """Return the version of `tensorrt` or `tensorrt-rtx` if all of its parts are installed, without importing it."""
+    modules = [name.replace("-", "_") + part for part in _TENSORRT_PARTS]
+    version = installed_version(f"{name}-cu13", name)
+    return version if version and all(map(is_installed, modules)) else None
 
 
-def tensorrt_version(name: str, module: str) -> str | None:
-    """Return the version of `tensorrt` or `tensorrt-rtx` if all of its parts are installed, else None."""
-    version = installed_version(*_distributions(name))
-    return version if version and all(is_installed(module + part) for part in _TENSORRT_PARTS) else None
-
-
-def _inspect_tensorrt(name: str, module: str, extra: str, driver: Driver) -> RuntimeStatus:
-    version = installed_version(*_distributions(name))
-    install = install_command(extra)
+def _inspect_tensorrt(name: str, extra: str, driver: Driver) -> RuntimeStatus:
+    version, install = installed_version(f"{name}-cu13", name), install_command(extra)
     if name == "tensorrt":
         install += " --extra-index-url \"$NVIDIA_INDEX\" (NVIDIA's package index: TensorRT's installation guide has it)"
     if version is None:
         return RuntimeStatus(name, None, problem="not installed; export --trt and engines use it", advice=install)
-    if tensorrt_version(name, module) is None:
+    if tensorrt_version(name) is None:
         return RuntimeStatus(name, version, problem="incomplete: its bindings or libraries are missing", advice=install)
     problem, advice = diagnose_gpu(driver)
     if problem:
@@ -167,8 +157,8 @@ def inspect_runtimes(driver: Driver) -> list[RuntimeStatus]:
     return [
         *_inspect_onnxruntime(driver),
         _inspect_special("openvino", "openvino", "for --runtime openvino"),
-        _inspect_tensorrt("tensorrt", "tensorrt", "trt", driver),
-        _inspect_tensorrt("tensorrt-rtx", "tensorrt_rtx", "trt-rtx", driver),
+        _inspect_tensorrt("tensorrt", "trt", driver),
+        _inspect_tensorrt("tensorrt-rtx", "trt-rtx", driver),
         _inspect_special("torch", "train,export", "for training, exporting and checkpoints"),
     ]
 

@@ -20,13 +20,12 @@ import numpy as np
 from opal_deploy.artifact.engine_file import BatchRange, Check, Sidecar, find_passed_check, load_engine, record_check
 from opal_deploy.artifact.files import atomic_write
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import INPUT, FloatArray, Outputs, TensorSpec, check_tensors, tensor_specs
+from opal_deploy.artifact.outputs import INPUT, Outputs, TensorSpec, check_tensors, tensor_specs
 from opal_deploy.errors import ArtifactError, OpalError, OutOfMemory, StoppedEarly, UsageError, VerificationError
 from opal_deploy.runtime import tensorrt
 from opal_deploy.runtime.cuda import Cuda, Graph, Stream
 from opal_deploy.runtime.devices import parse_device, read_driver
 from opal_deploy.runtime.pipeline import BufferSet, PipelineSession
-from opal_deploy.runtime.session import ImageBatch
 from opal_deploy.runtime.tensorrt import TENSORRT_RTX, attempt, find_incompatibility, first_error, make_logger
 from opal_deploy.runtime.verification import verify_test_vectors
 
@@ -77,6 +76,7 @@ class EngineSession(PipelineSession):
             "gpu_uuid": self._cuda.uuid,
         }
         self._logger = make_logger(self._library.module)
+        self.device = f"cuda:{self._cuda.index} {self._cuda.gpu.name}"
         self.description = f"{self._library.title} on {self._cuda.gpu.name}"
         with self._cuda.activated():
             self._runtime, self._engine = self._deserialize(content)
@@ -89,26 +89,13 @@ class EngineSession(PipelineSession):
         kernels.record_graphs = cuda_graphs and not records_itself
         self.description += f", {self.metadata.precision}, {checked}"
 
-    @property
-    def device(self) -> str:
-        """`cuda:N` and the GPU's name."""
-        return f"cuda:{self._cuda.index} {self._cuda.gpu.name}"
-
-    def run(self, images: ImageBatch) -> Outputs:
-        """See `Session.run`."""
-        outputs = super().run(images)
-        self._save_kernels()
-        return outputs
-
     def collect(self, handle: object) -> Outputs:
-        """See `PipelinedSession.collect`."""
+        """See `PipelinedSession.collect`; compiled kernels are saved after the first batch, whose size others share."""
         outputs = super().collect(handle)
-        self._save_kernels()
+        if self._kernel_cache is not None and not self._kernels_saved:
+            self._kernels_saved = True
+            self._kernel_cache.save()
         return outputs
-
-    def run_normalised(self, images: FloatArray) -> Outputs:
-        """Run float32 [N, 3, H0, W0], already normalised; only for an engine whose input is float32."""
-        return self._run_batch(images)
 
     def close(self) -> None:
         """See `PipelineSession.close`; new kernels are saved first."""
@@ -145,7 +132,7 @@ class EngineSession(PipelineSession):
         )
         self._start_pipeline(self._cuda, kernels, self._cuda.create_stream())
         try:
-            self._reserve(self.sidecar.batch.max)
+            self._buffers.reserve(self.sidecar.batch.max)
         except OutOfMemory as error:
             raise self._too_large(str(error)) from None
         return kernels, records_itself
@@ -163,12 +150,6 @@ class EngineSession(PipelineSession):
             self._kernel_cache = KernelCache(self._path, str(self.sidecar.engine["sha256"]), native)
             configuration.set_runtime_cache(native)
         return configuration
-
-    def _save_kernels(self) -> None:
-        """Save compiled kernels after the first batch, whose size the next ones share."""
-        if self._kernel_cache is not None and not self._kernels_saved:
-            self._kernels_saved = True
-            self._kernel_cache.save()
 
     def _too_large(self, reason: str) -> UsageError:
         return UsageError(

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import INPUT, Outputs, tensor_specs
+from opal_deploy.artifact.outputs import INPUT, FloatArray, Outputs, tensor_specs
 from opal_deploy.errors import OutOfMemory, StoppedEarly
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.cuda import Cuda, Event, Stream
@@ -36,7 +36,6 @@ class BufferSet:
 
     Attributes:
         number: unique within a session.
-        rows: images that the buffers have room for.
         device: addresses on the device, by tensor.
         host: page-locked arrays, by tensor.
         copied: event after which the images are on the device.
@@ -46,7 +45,6 @@ class BufferSet:
     """
 
     number: int
-    rows: int
     device: dict[str, int]
     host: dict[str, NDArray[Any]]
     copied: Event
@@ -73,10 +71,10 @@ class BufferPool:
         self._registered: dict[int, tuple[int, bool]] = {}
         self._registered_lock = threading.Lock()
 
-    def reserve(self, capacity: int, count: int) -> None:
-        """Allocate `count` sets for parts of `capacity` images; OutOfMemory where there is no room."""
+    def reserve(self, capacity: int) -> None:
+        """Allocate all sets for parts of `capacity` images, so that a lack of memory (OutOfMemory) shows now."""
         sets = self._sets.setdefault(capacity, [])
-        while len(sets) < count:
+        while len(sets) < DEPTH:
             sets.append(self._allocate(capacity))
 
     def take(self, capacity: int, in_flight: Collection[BufferSet]) -> BufferSet:
@@ -142,7 +140,7 @@ class BufferPool:
 
     def _allocate(self, capacity: int) -> BufferSet:
         events = self._cuda.create_event(), self._cuda.create_event()
-        buffers = BufferSet(next(self._numbers), capacity, {}, {}, *events)
+        buffers = BufferSet(next(self._numbers), {}, {}, *events)
         try:
             for name, (shape, dtype) in self._specs.items():
                 buffers.host[name] = self._cuda.allocate_pinned((capacity, *shape), dtype)
@@ -168,15 +166,12 @@ class Kernels(Protocol):
     @property
     def max_rows(self) -> int:
         """The most images that one execution takes; larger batches are taken in parts."""
-        ...
 
     def rows(self, images: int) -> int:
         """Return the number of images to execute for a part of `images`; the outputs of the others are dropped."""
-        ...
 
     def capacity(self, rows: int) -> int:
         """Return the number of images that the buffers for a part of `rows` have room for."""
-        ...
 
     def enqueue(self, buffers: BufferSet, rows: int, stream: Stream) -> None:
         """Queue the computation of the first `rows` images of a set of buffers.
@@ -184,15 +179,12 @@ class Kernels(Protocol):
         Raises:
             StoppedEarly: it failed. OutOfMemory: the device's memory is full.
         """
-        ...
 
     def release_memory(self) -> None:
         """Free memory that executions can allocate again, after memory ran out; nothing is queued any more."""
-        ...
 
     def close(self) -> None:
         """Free everything that belongs to sets of buffers, before these are freed."""
-        ...
 
 
 @dataclass(eq=False)
@@ -219,6 +211,7 @@ class PipelineSession:
     """
 
     metadata: Metadata
+    depth = DEPTH
     # until the pipeline is started, and again after `close`
     _closed = True
 
@@ -231,11 +224,6 @@ class PipelineSession:
         self._running: deque[_RunningPart] = deque()
         self._closed = False
 
-    @property
-    def depth(self) -> int:
-        """See `PipelinedSession.depth`."""
-        return DEPTH
-
     def run(self, images: ImageBatch) -> Outputs:
         """See `Session.run`."""
         check_batch(images, self.metadata)
@@ -246,14 +234,9 @@ class PipelineSession:
         check_batch(images, self.metadata)
         return self._submit(images)
 
-    def _split(self, images: NDArray[Any]) -> Iterator[NDArray[Any]]:
-        """Yield the parts of a batch, each for one execution."""
-        size = self._kernels.max_rows
-        return (images[start : start + size] for start in range(0, len(images), size))
-
-    def _reserve(self, rows: int) -> None:
-        """Allocate all buffers for parts of `rows` images, so that a lack of memory (OutOfMemory) shows now."""
-        self._buffers.reserve(self._kernels.capacity(rows), DEPTH)
+    def run_normalised(self, images: FloatArray) -> Outputs:
+        """Run float32 [N, 3, H0, W0], already normalised; only for a model whose input is float32."""
+        return self._run_batch(images)
 
     def _submit(self, images: NDArray[Any]) -> PendingBatch:
         """Begin a batch of N images in the model's input layout, or uint8 [N, H0, W0, 3] for any model.
@@ -270,13 +253,13 @@ class PipelineSession:
             raise ValueError(f"{DEPTH} batches are in flight; collect one first")
         batch = PendingBatch()
         with self._cuda.activated(), self._drop_on_failure(batch):
-            for part in self._split(images):
+            for start in range(0, len(images), self._kernels.max_rows):
+                part = images[start : start + self._kernels.max_rows]
                 if len(self._running) == DEPTH:
                     self._finish_oldest()
                 rows = self._kernels.rows(len(part))
-                buffers = self._buffers.take(
-                    self._kernels.capacity(rows), [running.buffers for running in self._running]
-                )
+                in_flight = [running.buffers for running in self._running]
+                buffers = self._buffers.take(self._kernels.capacity(rows), in_flight)
                 self._start_part(buffers, part, rows)
                 self._running.append(_RunningPart(weakref.ref(batch), len(batch.parts), buffers))
                 batch.parts.append(None)
@@ -300,8 +283,7 @@ class PipelineSession:
     def _run_batch(self, images: NDArray[Any]) -> Outputs:
         """Return the outputs for N images; see `_submit`."""
         self._check_idle()
-        # not the subclass's, which may do more
-        return PipelineSession.collect(self, self._submit(images))
+        return self.collect(self._submit(images))
 
     def register_buffer(self, address: int, size: int) -> bool:
         """See `PinningSession.register_buffer`."""
@@ -398,13 +380,10 @@ class PipelineSession:
         self._cuda.record(buffers.copied, self._copy_stream)
         self._cuda.wait_for_event(self._compute_stream, buffers.copied)
         self._kernels.enqueue(buffers, rows, self._compute_stream)
-        self._copy_outputs(buffers)
-        self._cuda.record(buffers.done, self._compute_stream)
-
-    def _copy_outputs(self, buffers: BufferSet) -> None:
         for name in self.metadata.outputs:
             host = buffers.host[name][: buffers.images]
             self._cuda.copy_to_host(host, buffers.device[name], self._compute_stream)
+        self._cuda.record(buffers.done, self._compute_stream)
 
     def _wait(self, buffers: BufferSet) -> Outputs:
         self._cuda.synchronize_event(buffers.done)

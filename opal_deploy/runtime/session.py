@@ -21,17 +21,14 @@ class Session(Protocol):
     @property
     def metadata(self) -> Metadata:
         """The model's metadata."""
-        ...
 
     @property
     def device(self) -> str:
         """`cpu`, or `cuda:N`, which may be followed by the GPU's name."""
-        ...
 
     @property
     def description(self) -> str:
         """One line for users: engine, device, threads, precision."""
-        ...
 
     def run(self, images: ImageBatch) -> Outputs:
         """Return the outputs for a batch.
@@ -43,7 +40,6 @@ class Session(Protocol):
             StoppedEarly: the device was lost; OutOfMemory: its memory is full.
             ValueError: another shape or dtype.
         """
-        ...
 
 
 @runtime_checkable
@@ -53,7 +49,6 @@ class PipelinedSession(Session, Protocol):
     @property
     def depth(self) -> int:
         """The number of batches that may be in flight, at least 2."""
-        ...
 
     def submit(self, images: ImageBatch) -> object:
         """Begin a batch and return its handle without waiting for the outputs.
@@ -64,7 +59,6 @@ class PipelinedSession(Session, Protocol):
         Raises:
             ValueError: another shape or dtype, or `depth` batches are in flight. The errors of `run`.
         """
-        ...
 
     def collect(self, handle: object) -> Outputs:
         """Wait for a batch and return its outputs; batches are collected in the order of submission.
@@ -72,7 +66,6 @@ class PipelinedSession(Session, Protocol):
         Raises:
             StoppedEarly: the device was lost; OutOfMemory: its memory is full.
         """
-        ...
 
 
 @runtime_checkable
@@ -88,11 +81,9 @@ class PinningSession(Session, Protocol):
         The memory must stay until `unregister_buffer`, or until the session is closed. Both may be called from any
         thread, while another one runs batches from other memory.
         """
-        ...
 
     def unregister_buffer(self, address: int) -> None:
         """Unlock memory of `register_buffer` once nothing copies from it; an unknown address is ignored."""
-        ...
 
 
 @runtime_checkable
@@ -101,7 +92,6 @@ class PaddingSession(Session, Protocol):
 
     def add_batch_size(self, size: int) -> None:
         """Execute batches of `size` images without padding, for a caller whose batches all have one size."""
-        ...
 
 
 @runtime_checkable
@@ -110,11 +100,9 @@ class AttentionSession(Session, Protocol):
 
     def run_with_attention(self, images: ImageBatch) -> Outputs:
         """Return what `run` returns, with the attention maps, float32 [N, K, H, W]."""
-        ...
 
     def run_normalised(self, images: FloatArray) -> Outputs:
         """Return the same for float32 [N, 3, H0, W0], already normalised."""
-        ...
 
 
 @contextmanager

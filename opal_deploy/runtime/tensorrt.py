@@ -15,15 +15,14 @@ from typing import Any, TypeVar
 
 from opal_deploy.artifact.engine_file import Sidecar
 from opal_deploy.errors import MissingExtra, UsageError, first_line, install_command
-from opal_deploy.runtime import diagnostics
 from opal_deploy.runtime.cuda import CUDA_VERSION, visible_driver
 from opal_deploy.runtime.devices import Driver, Gpu
+from opal_deploy.runtime.diagnostics import tensorrt_version
 
 T = TypeVar("T")
 TENSORRT = "tensorrt"
 TENSORRT_RTX = "tensorrt-rtx"
-# the name of each as an import, in file names, as an extra of opal-deploy, and for people
-MODULES = {TENSORRT: "tensorrt", TENSORRT_RTX: "tensorrt_rtx"}
+# the name of each in file names, as an extra of opal-deploy, and for people
 SHORT_NAMES = {TENSORRT: "trt", TENSORRT_RTX: "rtx"}
 EXTRAS = {TENSORRT: "trt", TENSORRT_RTX: "trt-rtx"}
 TITLES = {TENSORRT: "TensorRT", TENSORRT_RTX: "TensorRT for RTX"}
@@ -65,7 +64,7 @@ class Bindings:
 
 def installed_version(name: str) -> str | None:
     """Return the full version of an installed library, without importing it; None if any part of it is missing."""
-    return diagnostics.tensorrt_version(name, MODULES[name]) if name in MODULES else None
+    return tensorrt_version(name) if name in TITLES else None
 
 
 def load(name: str, purpose: str) -> Bindings:
@@ -78,7 +77,7 @@ def load(name: str, purpose: str) -> Bindings:
     if installed_version(name) is None:
         raise MissingExtra(f"{name}-cu13", EXTRAS[name], purpose)
     try:
-        module = importlib.import_module(MODULES[name])
+        module = importlib.import_module(name.replace("-", "_"))
     except Exception as error:  # a missing library is FileNotFoundError, OSError or ImportError
         raise UsageError(f"{TITLES[name]} does not load ({first_line(error)}); see `opal-deploy doctor`") from None
     return Bindings(name, module, str(module.__version__))
@@ -149,7 +148,7 @@ def platform_name() -> str:
     return f"{platform.system()} {platform.machine()}"
 
 
-def find_incompatibility_here(sidecar: Sidecar, index: int = 0) -> str:
+def find_incompatibility_here(sidecar: Sidecar, index: int) -> str:
     """Return why an engine cannot run on one of the GPUs that CUDA shows this process; empty if it can."""
     driver = visible_driver()
     gpu = next((gpu for gpu in driver.gpus if gpu.index == index), None)
