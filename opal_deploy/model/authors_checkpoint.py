@@ -100,7 +100,8 @@ def parse(
     assumed: dict[str, Any] = {} if is_dense else {"distance": head.distance}
     assumed |= {"pooling": head.pooling, "cws": head.cws, "input_size": list(assumptions.input_size)}
     config = NetworkConfig(backbone, classifier.shape[0], assumptions.input_size, head)
-    return config, _rename_keys(state), assumed
+    renamed = {_PREFIXES[(parts := key.partition("."))[0]] + parts[2]: value for key, value in state.items()}
+    return config, renamed, assumed
 
 
 def _infer_head(
@@ -164,8 +165,3 @@ def _body_shapes(name: str) -> dict[str, torch.Size]:
 def _sample_keys(state: dict[str, Any]) -> str:
     keys = sorted(map(str, state))
     return ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
-
-
-def _rename_keys(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state dict with our key prefixes."""
-    return {_PREFIXES[(parts := key.partition("."))[0]] + parts[2]: value for key, value in state.items()}

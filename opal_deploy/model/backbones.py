@@ -26,17 +26,10 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from opal_deploy.errors import CheckpointError, UsageError
-from opal_deploy.model import timm_backbones, torchvision_backbones
+from opal_deploy.model import state_dicts, timm_backbones, torchvision_backbones
 from opal_deploy.model.config import check_tiling, require_stride
 from opal_deploy.model.feature_graph import FEATURES, LAST, Cut, extract_classifier, find_cut
 from opal_deploy.model.network_names import TIMM_PREFIX, check_weights, is_weights_file
-from opal_deploy.model.state_dicts import (
-    describe_key_errors,
-    find_state_dict,
-    get_shapes,
-    read_state_dict,
-    strip_prefix,
-)
 from opal_deploy.model.timm_backbones import TokenNetwork, find_tokens
 
 # not the default of any library: tells which layers depend on the number of classes
@@ -94,9 +87,7 @@ class Backbone(nn.Module):
 
 def get_library(name: str) -> ModuleType:
     """Return the module of a backbone's library, `timm_backbones` or `torchvision_backbones`, by its name."""
-    if name.startswith(TIMM_PREFIX):
-        return timm_backbones
-    return torchvision_backbones
+    return timm_backbones if name.startswith(TIMM_PREFIX) else torchvision_backbones
 
 
 def build(
@@ -149,10 +140,9 @@ def build_with_strides(name: str, layer: str | None, stride_of: Callable[[str, n
     for path, module in full.named_modules():
         if isinstance(module, nn.Conv2d):
             module.stride = (stride_of(path, module),) * 2
+    node = layer or _find_network(name).find_cut().node
     try:
-        body = create_feature_extractor(
-            full, {layer or _find_network(name).find_cut().node: FEATURES}, suppress_diff_warning=True
-        )
+        body = create_feature_extractor(full, {node: FEATURES}, suppress_diff_warning=True)
     except ValueError:
         raise UsageError(f"{name} has no layer {layer!r}") from None
     # padding aside, the number of cells grows by one per stride
@@ -209,20 +199,21 @@ def load_weights(
     library = get_library(backbone.name)
     if isinstance(weights, Mapping):
         origin = "a state dict in memory"
-        state = find_state_dict(weights, origin)
+        state = state_dicts.find_state_dict(weights, origin)
     else:
         check_weights(backbone.name, str(weights))
         if is_weights_file(str(weights)):
-            state, origin = read_state_dict(Path(weights)), Path(weights).name
+            state, origin = state_dicts.read_state_dict(Path(weights)), Path(weights).name
         else:
             state, origin = library.download_weights(backbone.name, str(weights))
     expected = backbone.body.state_dict()
-    state = _find_network(backbone.name).fit_weights(backbone.body, strip_prefix(state, expected))
+    state = _find_network(backbone.name).fit_weights(backbone.body, state_dicts.strip_prefix(state, expected))
     network = library.build_network(backbone.name, "meta").state_dict()
     if classifier is not None:
         other = library.build_network(backbone.name, "meta", _OTHER_CLASSES).state_dict()
         expected |= {k: v for k, v in classifier.state_dict().items() if network[k].shape == other[k].shape}
-    if errors := describe_key_errors(get_shapes(expected), get_shapes(state), ignored=network):
+    needed, present = state_dicts.get_shapes(expected), state_dicts.get_shapes(state)
+    if errors := state_dicts.describe_key_errors(needed, present, ignored=network):
         raise CheckpointError(f"{origin} does not fit {backbone.name}: {errors}; give another --weights or --backbone")
     for module in (backbone.body, *([] if classifier is None else [classifier])):
         keys = module.state_dict().keys() & expected.keys() & state.keys()
@@ -247,19 +238,14 @@ class ConvolutionalNetwork:
         from torchvision.models.feature_extraction import create_feature_extractor
 
         network, options = self._library.build_network(self._name, device), self._library.tracer_options()
-        body: nn.Module = create_feature_extractor(
-            network,
-            dict(zip([cut.node for cut in cuts], (FEATURES, LAST), strict=False)),
-            tracer_kwargs=options,
-            suppress_diff_warning=True,
-        )
+        nodes = dict(zip([cut.node for cut in cuts], (FEATURES, LAST), strict=False))
+        body: nn.Module = create_feature_extractor(network, nodes, tracer_kwargs=options, suppress_diff_warning=True)
         return body
 
     def build_classifier(self, num_classes: int, stride: int | None, device: str | torch.device) -> nn.Module:
         """Build the layers after the backbone; see `backbones.build_classifier`."""
         whole = self.find_cut()
-        own = whole.stride
-        if stride not in (None, own):
+        if stride not in (None, own := whole.stride):
             raise UsageError(f"the plain head of {self._name} needs stride {own}; give --stride {own} or another head")
         network = self._library.build_network(self._name, device, num_classes)
         return extract_classifier(self._name, network, whole.node, self._library.tracer_options())

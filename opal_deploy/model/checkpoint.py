@@ -30,6 +30,10 @@ from opal_deploy.model.neighbours import Neighbours
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.model.receptive_field import compute_receptive_field
 
+# what may be measured of a model, by the key of its document
+_MEASURED: dict[str, Any] = {
+    "receptive_field": ReceptiveField, "calibration": Calibration, "baseline": Baseline, "patches": Patches
+}  # fmt: skip
 # keys whose documents become part of the metadata of exported files
 _PLAIN = ("crop", "metrics", "training", "edits", "evaluation")
 FORMAT = "opal-deploy checkpoint"
@@ -81,8 +85,7 @@ def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = N
     """Write a checkpoint in our format, atomically.
 
     Args:
-        path: the file to write.
-        checkpoint: the checkpoint.
+        path, checkpoint: the file to write, and its content.
         extra: more plain values and tensors, under keys that `load` ignores.
         overwrite: whether a file of that name is replaced.
 
@@ -101,7 +104,6 @@ def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = N
         "training": without_folders(checkpoint.training),
         "edits": list(checkpoint.edits),
         "evaluation": checkpoint.evaluation,
-        "receptive_field": checkpoint.receptive_field.to_dict() if checkpoint.receptive_field else {},
         **_to_documents(checkpoint),
         "neighbours": checkpoint.network.neighbours.to_dict() if checkpoint.network.neighbours else {},
         "state_dict": {k: v.detach().cpu().contiguous() for k, v in checkpoint.network.state_dict().items()},
@@ -112,8 +114,7 @@ def save(path: Path, checkpoint: Checkpoint, *, extra: dict[str, Any] | None = N
 
 def _to_documents(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what was measured of a checkpoint, for its file and for metadata; empty documents where it was not."""
-    measured = ((name, getattr(checkpoint, name)) for name in ("calibration", "baseline", "patches"))
-    return {name: value.to_dict() if value else {} for name, value in measured}
+    return {name: value.to_dict() if (value := getattr(checkpoint, name)) else {} for name in _MEASURED}
 
 
 def with_dropped_slots(checkpoint: Checkpoint, dropped: tuple[int, ...]) -> Checkpoint:
@@ -223,10 +224,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
         if odd := [name for name, value in state.items() if not isinstance(value, Tensor)]:
             raise TypeError(f"{odd[0]} of its state_dict is not a tensor")
         json.dumps([raw.get(name) for name in _PLAIN])
-        receptive_field = ReceptiveField.from_dict(raw.get("receptive_field") or {})
-        calibration = Calibration.from_dict(raw.get("calibration") or {})
-        baseline = Baseline.from_dict(raw.get("baseline") or {})
-        patches = Patches.from_dict(raw.get("patches") or {})
+        measured = {name: kind.from_dict(raw.get(name) or {}) for name, kind in _MEASURED.items()}
     except CheckpointError:
         raise
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, UsageError) as error:
@@ -250,10 +248,7 @@ def _load_ours(path: Path, raw: dict[str, Any], class_names: list[str] | None) -
         edits=tuple(raw.get("edits") or ()),
         evaluation=dict(raw.get("evaluation") or {}),
         source={"format": "opal-deploy", "version": raw.get("version")},
-        receptive_field=receptive_field,
-        calibration=calibration,
-        baseline=baseline,
-        patches=patches,
+        **measured,
         unknown={key: value for key, value in raw.items() if key not in _KEYS},
     )
 
@@ -297,15 +292,16 @@ def build_metadata(checkpoint: Checkpoint) -> Metadata:
     # curves have a field of their own, or stay in the checkpoint
     metrics = {name: value for name, value in checkpoint.metrics.items() if not isinstance(value, dict)}
     risk = checkpoint.metrics.get("val_risk")
-    linear: dict[str, Any] = {}
+    own: dict[str, Any]
     if isinstance(network, LinearNetwork):
-        linear = {"schema": LINEAR_SCHEMA, "class_weights": {
-            "weights": pack_array(network.weights.numpy()), "biases": pack_array(network.biases.numpy()),
-        }}  # fmt: skip
+        weights = network.weights
+        arrays = {"weights": pack_array(weights.numpy()), "biases": pack_array(network.biases.numpy())}
+        own = {"schema": LINEAR_SCHEMA, "prototypes_per_class": weights.shape[1], "class_weights": arrays}
+    else:
+        own = {"prototypes_per_class": head.prototypes_per_class}
     receptive_field = checkpoint.receptive_field or compute_receptive_field(network.backbone, network.config.input_size)
     return Metadata(
         class_names=tuple(checkpoint.class_names),
-        prototypes_per_class=network.most_slots,
         head=head.to_dict(),
         evidence=head.evidence,
         backbone=network.config.backbone,
@@ -319,9 +315,8 @@ def build_metadata(checkpoint: Checkpoint) -> Metadata:
         risk={"split": "val", **risk} if risk else {},
         edits=checkpoint.edits,
         evaluation=checkpoint.evaluation,
-        receptive_field=receptive_field.to_dict(),
         keep_layers=network.config.keep_layers,
         outputs=network.list_outputs(),
-        **_to_documents(checkpoint),
-        **linear,
+        **{**_to_documents(checkpoint), "receptive_field": receptive_field.to_dict()},
+        **own,
     )

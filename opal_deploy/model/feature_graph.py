@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ _PROBE_SIZE = 448
 # not a multiple of 7: attention in windows of 7x7 cells refuses it
 _SECOND_SIZE = 480
 _ADVICE = "use a convolutional classifier such as resnet18"
-_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -46,9 +44,7 @@ class Cut:
     stride: int
 
 
-def find_cut(
-    name: str, model: nn.Module, stride: int | None = None, tracer_options: Mapping[str, Any] = _NO_OPTIONS
-) -> Cut:
+def find_cut(name: str, model: nn.Module, stride: int | None, tracer_options: Mapping[str, Any]) -> Cut:
     """Return the feature map that a network ends with, or the last one of a stride.
 
     Args:
@@ -93,9 +89,7 @@ def find_cut(
     return cuts[stride]
 
 
-def extract_classifier(
-    name: str, model: nn.Module, node: str, tracer_options: Mapping[str, Any] = _NO_OPTIONS
-) -> nn.Module:
+def extract_classifier(name: str, model: nn.Module, node: str, tracer_options: Mapping[str, Any]) -> nn.Module:
     """Return the layers after a feature map: features [N, D, H, W] to logits [N, C].
 
     Args:

@@ -88,8 +88,6 @@ class LinearHead(nn.Module):
         prototypes: Tensor | None = None,
     ) -> None:
         super().__init__()
-        if (config.kind == "softmax") != (prototypes is None):
-            raise ValueError("a distance head has prototypes, a softmax head has none")
         self.config = config
         self.projection = projection
         self.register_buffer("class_weights", weights.detach().float().T.contiguous())
@@ -143,9 +141,16 @@ class LinearNetwork(OpalNetwork):
         self.config = config  # type: ignore[assignment]
         self.backbone = backbone
         self.head = head  # type: ignore[assignment]
-        self.grid = find_grid(backbone, config.input_size)
         self.weights_origin = None
         self.neighbours = None
+        height, width = config.input_size
+        try:
+            with torch.no_grad():
+                features = backbone.eval()(torch.zeros(1, 3, height, width))
+        except RuntimeError as error:
+            raise UsageError(f"--size {height}x{width}: too small for the network ({error})") from None
+        # cells need not tile the image
+        self.grid = features.shape[2], features.shape[3]
 
     @property
     def weights(self) -> Tensor:
@@ -157,24 +162,5 @@ class LinearNetwork(OpalNetwork):
         """The biases [C] of the class map, on the CPU."""
         return self.get_buffer("head.class_biases").float().cpu()
 
-    @property
-    def most_slots(self) -> int:
-        """See `OpalNetwork.most_slots`."""
-        return int(self.weights.shape[1])
-
     def forward(self, images: Tensor) -> Tensor:
         return self.explain(images).logits
-
-
-def find_grid(backbone: nn.Module, input_size: tuple[int, int]) -> tuple[int, int]:
-    """Return (H, W) of a backbone's features, whose cells need not tile the image.
-
-    Raises:
-        UsageError: the backbone does not take images of this size.
-    """
-    try:
-        with torch.no_grad():
-            features = backbone.eval()(torch.zeros(1, 3, *input_size))
-    except RuntimeError as error:
-        raise UsageError(f"--size {input_size[0]}x{input_size[1]}: too small for the network ({error})") from None
-    return features.shape[2], features.shape[3]

@@ -44,11 +44,6 @@ class OpalNetwork(nn.Module):
         self.head = OpalHead(self.backbone.num_features, config.num_classes, config.head, classifier)
         self.neighbours: Neighbours | None = None
 
-    @property
-    def most_slots(self) -> int:
-        """The largest number of slots of a class, m."""
-        return self.config.head.prototypes_per_class
-
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.head(self.backbone(images))
         return logits

@@ -42,7 +42,6 @@ class _Parts(NamedTuple):
     """The parts of a network that a checkpoint gives; `state` has its tensors under `body.*` and `add_on.*`."""
 
     backbone: Backbone
-    backbone_name: str
     add_on: nn.Module
     config: LinearHeadConfig
     weights: Tensor
@@ -81,7 +80,7 @@ def load_network(path: Path, raw: Mapping[str, Any], arch: str, input_size: tupl
     holder = nn.ModuleDict({"body": parts.backbone.body, "add_on": parts.add_on})
     state_dicts.load_exactly(holder, parts.state, f"{path} does not fit --arch {arch}")
     head = LinearHead(parts.config, parts.add_on, parts.weights, parts.biases, parts.prototypes)
-    config = LinearNetworkConfig(parts.backbone_name, len(parts.weights), input_size, parts.config)
+    config = LinearNetworkConfig(parts.backbone.name, len(parts.weights), input_size, parts.config)
     network = LinearNetwork(config, parts.backbone, head).eval()
     _check_head(path, network)
     return network
@@ -115,7 +114,7 @@ def _read_pipnet(name: str, state: dict[str, Tensor]) -> _Parts:
     backbone = backbones.build_with_strides(network, None, stride_of)
     add_on = _add_on_of(state, "_add_on.", sigmoid=False)
     return _Parts(
-        backbone, network, add_on, LinearHeadConfig("softmax", threshold=_PIPNET_THRESHOLD),
+        backbone, add_on, LinearHeadConfig("softmax", threshold=_PIPNET_THRESHOLD),
         torch.relu(state["_classification.weight"]), state.get("_classification.bias"), None,
         {**_take(state, "_net.", "body."), **_take(state, "_add_on.", "add_on.")},
     )  # fmt: skip
@@ -124,8 +123,7 @@ def _read_pipnet(name: str, state: dict[str, Tensor]) -> _Parts:
 def _read_protopnet(name: str, state: dict[str, Tensor]) -> _Parts:
     backbone = backbones.build_with_strides(name, None, lambda _, layer: int(layer.stride[0]))
     return _Parts(
-        backbone, name, _add_on_of(state, "add_on_layers.", sigmoid=True),
-        _PROTOPNET,
+        backbone, _add_on_of(state, "add_on_layers.", sigmoid=True), _PROTOPNET,
         state["last_layer.weight"], state.get("last_layer.bias"), state["prototype_vectors"],
         {**_take(state, "features.", "body."), **_take(state, "add_on_layers.", "add_on.")},
     )  # fmt: skip
@@ -168,7 +166,7 @@ def _read_cabrnet(path: Path, state: dict[str, Tensor]) -> _Parts:
     else:
         config, prototypes = _read_similarity(document.get("similarity"), path), state["classifier.prototypes"]
     return _Parts(
-        backbone, backbone.name, add_on, config, weights, state.get("classifier.last_layer.bias"), prototypes,
+        backbone, add_on, config, weights, state.get("classifier.last_layer.bias"), prototypes,
         {**_take(state, "extractor.convnet.", "body."), **_take(state, "extractor.add_on.", "add_on.")},
     )  # fmt: skip
 

@@ -177,7 +177,16 @@ class TokenNetwork:
         Raises:
             UsageError: the network cannot take that size.
         """
-        model = self._create(input_size, device)
+        import timm
+
+        create: Any = timm.create_model
+        try:
+            with torch.device(device):
+                size = {} if input_size is None else {"img_size": input_size}
+                model: nn.Module = create(self._architecture, num_classes=0, **size)
+        except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+            wanted = "its own size" if input_size is None else "{}x{}".format(*input_size)
+            raise UsageError(f"timm:{self._architecture}: not possible for {wanted} ({first_line(error)})") from None
         for name in {*_AFTER_TOKENS} & {name for name, _ in model.named_children()}:
             setattr(model, name, nn.Identity())
         kind: Any = type(model)
@@ -199,19 +208,6 @@ class TokenNetwork:
         options = {name: value for name, value in wanted.items() if name in known}
         converted: dict[str, Tensor] = convert(dict(state), network, **options)
         return converted
-
-    def _create(self, input_size: tuple[int, int] | None, device: str | torch.device) -> nn.Module:
-        import timm
-
-        create: Any = timm.create_model
-        try:
-            with torch.device(device):
-                size = {} if input_size is None else {"img_size": input_size}
-                model: nn.Module = create(self._architecture, num_classes=0, **size)
-        except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-            wanted = "its own size" if input_size is None else "{}x{}".format(*input_size)
-            raise UsageError(f"timm:{self._architecture}: not possible for {wanted} ({first_line(error)})") from None
-        return model
 
 
 def _forward(self: Any, images: Tensor) -> dict[str, Tensor]:

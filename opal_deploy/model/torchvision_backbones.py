@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from opal_deploy.errors import UsageError
 from opal_deploy.model.config import PretrainedConfig
-from opal_deploy.model.network_names import check_network, check_weights
+from opal_deploy.model.network_names import check_network
 
 
 def build_network(name: str, device: str | torch.device = "cpu", num_classes: int | None = None) -> nn.Module:
@@ -51,10 +51,9 @@ def get_pretrained_config(name: str, weights: str | None) -> PretrainedConfig:
 
 
 def download_weights(name: str, weights: str) -> tuple[dict[str, Tensor], str]:
-    """Return torchvision's weights of a name (`DEFAULT`, ...) and their origin; UsageError for none or a failure."""
+    """Return weights under a name that `check_weights` passed, and their origin; UsageError if the download fails."""
     import torchvision
 
-    check_weights(name, weights)
     chosen = torchvision.models.get_model_weights(name)[weights]
     try:
         state: dict[str, Tensor] = chosen.get_state_dict(progress=False, check_hash=True)
