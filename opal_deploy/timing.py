@@ -42,10 +42,6 @@ class StageTime:
     cpu: float
     calls: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the values under the keys of summary.json."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class StageTimes:
@@ -69,7 +65,7 @@ class StageTimes:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON value for summary.json."""
-        return {"stages": [row.to_dict() for row in self.stages], "waits": dict(self.waits)}
+        return {"stages": [asdict(row) for row in self.stages], "waits": dict(self.waits)}
 
 
 class StageTimer:

@@ -123,6 +123,7 @@ class DecoderPool:
     """A pool that prepares batches of images; a context manager, which closes it.
 
     Attributes:
+        pixels: the slots: uint8 [slots, rows, H0, W0, 3].
         processes: the worker processes, which may do other work too; None without `isolate`.
     """
 
@@ -143,6 +144,7 @@ class DecoderPool:
         self._options, self._form = replace(options, slot_names=None), form
         self._timer = timer
         self._slots = PixelSlots(slots, rows, form.size, shared=options.isolate)
+        self.pixels = self._slots.pixels
         # a whole image is large: it is drawn and dropped before the next one arrives
         self._group = 1 if options.keep_images else group_size(rows, options.workers)
         self._threads = ThreadPoolExecutor(
@@ -151,11 +153,6 @@ class DecoderPool:
         self.processes: WorkerPool | None = None
         if self._slots.descriptor is not None:
             self.processes = WorkerPool(options.workers, options.decode_timeout, [self._slots.descriptor])
-
-    @property
-    def pixels(self) -> Pixels:
-        """The slots: uint8 [slots, rows, H0, W0, 3]."""
-        return self._slots.pixels
 
     def submit(self, images: Iterable[InputImage], abandoned: Callable[[], bool] = lambda: False) -> PendingBatch:
         """Begin to prepare a batch of at most `rows` images, as they arrive; raise IndexError if no slot is free.

@@ -282,8 +282,7 @@ class SessionRunner:
         """Start nothing yet; leaving the context drops the jobs that have not begun.
 
         Args:
-            predictor: of the session.
-            timer: receives the times of the stage `compute`.
+            predictor, timer: of the session; receives the times of the stage `compute`.
             take: returns the next job, or None to end the thread; with False it must not wait, and raises `queue.Empty`
                 if there is no job. None: the jobs come from `submit`.
         """
@@ -345,15 +344,11 @@ class SessionRunner:
 
 
 class Pending(Protocol[T_co]):
-    """A result that is being made, such as a Future."""
+    """A result that is being made, such as a Future: `result` waits for it, `cancel` drops work that has not begun."""
 
-    def result(self) -> T_co:
-        """Wait for the result, and return it or raise its exception."""
-        ...
+    def result(self) -> T_co: ...
 
-    def cancel(self) -> object:
-        """Drop the work if it has not begun."""
-        ...
+    def cancel(self) -> object: ...
 
 
 def prefetch(

@@ -27,14 +27,7 @@ from PIL import Image
 
 from opal_deploy.artifact.preprocessing import InputForm
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.preprocess.decode import (
-    MAX_PIXELS,
-    Decoding,
-    FileSource,
-    decode,
-    decode_scaled,
-    open_file,
-)
+from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, FileSource, decode, decode_scaled, open_file
 from opal_deploy.preprocess.geometry import Geometry, compute_geometry
 from opal_deploy.preprocess.resize import fit_input, is_nearly_black, to_display
 from opal_deploy.records.decision import NO_DECISION, Decision
@@ -160,8 +153,7 @@ def prepare(
     """Return the image as the model takes it, or with its error; raise no other exception that an image can cause.
 
     Args:
-        request: the image.
-        form: of the model's input.
+        request, form: the image, and the form of the model's input.
         options: `max_pixels`, `decode` and `keep_images` are read.
         timer: receives the times of the stages `read`, `decode` and `resize`.
         out: uint8 [H0, W0, 3] for the pixels, instead of `Prepared.pixels`.

@@ -67,8 +67,7 @@ def build_sheet(
     Args:
         result: of an answered image.
         metadata: the model's, after `check_exact_evidence`.
-        names: names of slots.
-        decision: thresholds that mark images, resolved.
+        names, decision: names of slots, and resolved thresholds that mark images.
 
     Raises:
         ImageError: memory was too short for the image.
@@ -238,8 +237,7 @@ def open_report(
     """Yield a function that adds the next record to report.html, which is written when the block ends.
 
     Args:
-        out: the run directory.
-        options: the content.
+        out, options: the run directory, and the page's content.
         images: number of records that will be added.
         folder: prefix to leave out of images' names, see `find_common_folder`.
         thumbnails: those in memory; the others are made from the overlays.

@@ -148,9 +148,8 @@ def write_records(
         images: all images of the run.
         sessions: of one model.
         options: what is written, and when the run ends.
-        summary: counts all records, even if the run fails.
+        summary, timer: count all records, even if the run fails, and the times of every stage.
         interrupt: stops the run gracefully on request.
-        timer: receives the times of every stage.
         report: receives the number of records after each write.
         sign: signs each record before it is written; None: no record is signed.
         recovery: see `Recovery`.

@@ -99,8 +99,7 @@ class InferOptions(Decision):
     labels: LabelSource = None
     top: Top = 5
     formats: Annotated[
-        Sequence[str],
-        Option("Also write a table: parquet or csv; may be repeated.", flag="--format", cli=list[str]),
+        Sequence[str], Option("Also write a table: parquet or csv; may be repeated.", flag="--format", cli=list[str])
     ] = ()
     sign: SigningKey = None
     max_errors: Annotated[int | None, Option("Stop after more failed images than this.", min=0)] = None

@@ -22,7 +22,7 @@ from msgspec import structs
 
 from opal_deploy.artifact.files import read_json
 from opal_deploy.errors import StoppedEarly
-from opal_deploy.logs import Log
+from opal_deploy.logs import Log, log_line
 from opal_deploy.records.record import Answered, Record
 from opal_deploy.records.run_files import RESULTS, SUMMARY, overlay_name
 from opal_deploy.remote import download_folder
@@ -124,14 +124,11 @@ class ShardedRun:
                 threads=max(1, options.threads // count) if options.threads else self.cpus,
                 workers=max(1, options.workers // count) if options.workers else default_workers(self.cpus),
                 expect_sha256=setup.model.fingerprint["sha256"], sign=None, formats=(), overwrite=False,
-                log=_ignore, progress=None, interrupt=None,
+                # what its process prints goes nowhere
+                log=log_line, progress=None, interrupt=None,
             )  # fmt: skip
             missing.append(ShardJob(setup.inputs.images, setup.model.path.resolve(), shard_options, folder))
         return missing
-
-
-def _ignore(_: str) -> None:
-    """Print nothing: all shards would print the same."""
 
 
 def run_shards(run: ShardedRun) -> str:

@@ -57,9 +57,6 @@ class PathLookup(Generic[T]):
         for name in by_name:
             self._names_by_file_name.setdefault(name.rpartition("/")[2], []).append(name)
 
-    def __len__(self) -> int:
-        return len(self._by_name)
-
     def matches(self, path: str) -> list[str]:
         """Return the names that may mean `path`, with `/` between folders: none, one, or several candidates."""
         parts = path.split("/")
@@ -101,22 +98,13 @@ class Crops(PathLookup[list[Crop]]):
         by_name: crops by image path.
         file_name: what messages call the file.
         identity: a text that differs if boxes may differ.
-        from_detector: the crops are a detector's, any number per image.
-        note: a note about the file for a person, in one line; empty for none.
+        note: for a person, in one line, about a detector's crops, any number per image; empty for other crops.
     """
 
-    def __init__(
-        self,
-        by_name: Mapping[str, list[Crop]],
-        file_name: str,
-        identity: str,
-        *,
-        from_detector: bool = False,
-        note: str = "",
-    ) -> None:
+    def __init__(self, by_name: Mapping[str, list[Crop]], file_name: str, identity: str, note: str = "") -> None:
         super().__init__(by_name)
         self._file_name = file_name
-        self.identity, self.from_detector, self.note = identity, from_detector, note
+        self.identity, self.from_detector, self.note = identity, bool(note), note
 
     def find_all(self, path: str) -> list[Crop]:
         """Return the crops of the image at `path`; raise ImageError (`no_box`) if the file does not name it."""
@@ -212,7 +200,7 @@ def _read_detections(path: Path, text: str, identity: str, confidence: float) ->
         f"--boxes: {sum(counts)} animals with a confidence of at least {confidence:g}, one record each; images "
         f"without such an animal get no record: {counts.count(0)} of {len(counts)}"
     )
-    return Crops(crops, path.name, f"{identity}; animals from {confidence:g}", from_detector=True, note=note)
+    return Crops(crops, path.name, f"{identity}; animals from {confidence:g}", note)
 
 
 def _find_animals(detections: list[dict[str, Any]], animals: set[str], confidence: float) -> Iterator[Crop]:

@@ -23,13 +23,7 @@ from opal_deploy.errors import ImageError, StoppedEarly, UsageError
 from opal_deploy.remote import RemoteFile, is_url, list_files, parse_source, redact
 from opal_deploy.sources.archives import archive_items, is_archive_name
 from opal_deploy.sources.image import InputImage, Location, Skipped, is_image_name, is_video_name, no_images_error
-from opal_deploy.sources.video import (
-    NO_VIDEOS,
-    Sampling,
-    VideoOptions,
-    check_video_input,
-    expand_videos,
-)
+from opal_deploy.sources.video import NO_VIDEOS, Sampling, VideoOptions, check_video_input, expand_videos
 
 STDIN, LIST_MARK = "-", "@"
 
@@ -56,7 +50,7 @@ def discover(
     Raises:
         UsageError: no image was found. If only some inputs have no images, each of these is an image with an `error`.
     """
-    return expand(list_items(inputs, skipped, stdin, recursive=recursive))
+    return expand(list_items(inputs, skipped, stdin, recursive=recursive, videos=False))
 
 
 def expand(
@@ -84,9 +78,7 @@ def expand(
 def check_inputs(inputs: Iterable[str], sampling: Sampling | None = None) -> None:
     """Refuse a call with a misspelt input before anything is loaded or written.
 
-    Args:
-        inputs: of the call.
-        sampling: the frames of videos to take; None: only those that are named.
+    `sampling` says which frames of videos are taken; None: only those that are named.
 
     Raises:
         UsageError: no input, one that does not exist, a model file, or a video without a choice of frames.
@@ -99,7 +91,12 @@ def check_inputs(inputs: Iterable[str], sampling: Sampling | None = None) -> Non
         check_video_input(text, sampling)
         path = text.removeprefix(LIST_MARK)
         if is_url(path):
-            _check_url(RemoteFile.parse(path), is_list=path != text)
+            file = RemoteFile.parse(path)
+            try:
+                if file.is_folder() and path != text:
+                    raise ImageError("not_a_file", "it is a folder; expected a text file with one path per line")
+            except ImageError as error:
+                raise UsageError(f"{file}: {error}") from None
         elif text == STDIN or os.path.lexists(text):
             if model_kind(Path(text)) is not None and os.path.isfile(text):
                 raise UsageError(f"{text}: looks like a model, not an image; use --model {shlex.quote(text)}")
@@ -110,21 +107,8 @@ def check_inputs(inputs: Iterable[str], sampling: Sampling | None = None) -> Non
             raise UsageError(f"{text}: no such file or folder")
 
 
-def _check_url(file: RemoteFile, *, is_list: bool) -> None:
-    try:
-        if file.is_folder() and is_list:
-            raise ImageError("not_a_file", "it is a folder; expected a text file with one path per line")
-    except ImageError as error:
-        raise UsageError(f"{file}: {error}") from None
-
-
 def list_items(
-    inputs: Iterable[str],
-    skipped: Skipped,
-    stdin: TextIO | None = None,
-    *,
-    recursive: bool = True,
-    videos: bool = False,
+    inputs: Iterable[str], skipped: Skipped, stdin: TextIO | None, *, recursive: bool, videos: bool
 ) -> Iterator[InputImage]:
     """Yield the images of `inputs` without numbers, and with `videos` each video as one item; see `discover`."""
     for text in inputs:
@@ -192,7 +176,7 @@ def _bucket_items(folder: RemoteFile, skipped: Skipped, *, recursive: bool) -> I
         yield no_images_error(folder, others)
 
 
-def glob_items(pattern: str, skipped: Skipped, *, recursive: bool, videos: bool = False) -> Iterator[InputImage]:
+def glob_items(pattern: str, skipped: Skipped, *, recursive: bool, videos: bool) -> Iterator[InputImage]:
     """Yield what a glob matches: images, members of archives, images of folders; with `videos` videos too."""
     # `**` stands for any number of folders
     matches = sorted(set(glob.glob(pattern, recursive=True)), key=os.fsencode)
@@ -221,7 +205,7 @@ def _is_taken(name: str, videos: bool) -> bool:
     return is_image_name(name) or (videos and is_video_name(name))
 
 
-def folder_items(folder: Path, skipped: Skipped, *, recursive: bool, videos: bool = False) -> Iterator[InputImage]:
+def folder_items(folder: Path, skipped: Skipped, *, recursive: bool, videos: bool) -> Iterator[InputImage]:
     """Yield a folder's images, with `recursive` its subfolders' too, with `videos` videos too.
 
     A folder without images is one image with an error.

@@ -91,11 +91,7 @@ class InputImage:
 
     @classmethod
     def at(
-        cls,
-        path: Location,
-        relative: str | None = None,
-        error: ImageError | None = None,
-        source: Source | None = None,
+        cls, path: Location, relative: str | None = None, error: ImageError | None = None, source: Source | None = None
     ) -> InputImage:
         """Return the image at a path or URL, named after it.
 
