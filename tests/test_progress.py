@@ -1,9 +1,17 @@
-"""Progress bars and lines of long commands and of calls from Python."""
+"""Lines of text, and progress bars and lines, of long commands and of calls from Python."""
 
 import io
+import logging
 
 import opal_deploy
-from opal_deploy.logs import ProgressLines, show_progress
+from opal_deploy.logs import ProgressLines, WarningLine, log_line, show_progress
+
+
+def test_a_line_is_logged_at_its_level_whatever_it_says(caplog):
+    caplog.set_level(logging.INFO, "opal_deploy")
+    for line in (WarningLine("low disk"), "warning: is the name of a file"):
+        log_line(line)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
 def lines(capsys, title, *calls):

@@ -112,7 +112,7 @@ class FakeCuda:
 
 
 class FakeTensorRT:
-    """Runtime, refitter, engine and context in one object, with what TensorRT for RTX has on top."""
+    """The library and its runtime in one object, with what TensorRT for RTX has on top."""
 
     ILogger = type("ILogger", (), {"__init__": lambda self: None})
 
@@ -132,8 +132,7 @@ class FakeTensorRT:
 
     def Runtime(self, logger):
         self.logger = logger
-        self.runtime = SimpleNamespace(deserialize_cuda_engine=self.deserialize_cuda_engine)
-        return self.runtime
+        return self
 
     def log_error(self, message):
         self.logger.log(SimpleNamespace(name="ERROR"), message)
