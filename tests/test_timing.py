@@ -10,7 +10,7 @@ from opal_deploy import timing
 from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.run.setup import RunOptions
 from opal_deploy.sources.image import InputImage
-from opal_deploy.timing import NO_OP_TIMER, StageTimer, StageTimes
+from opal_deploy.timing import StageTimer
 from opal_deploy.visualization.report import ReportOptions
 from tests.bright import BrightSession, save, write_run
 
@@ -83,13 +83,6 @@ def test_threads_add_up_under_their_role(spend):
     assert (loop.wall, loop.cpu) == (3, 1)
     both = timer.read().sum_stage("decode")
     assert (both.calls, both.wall) == (601, decoders.wall + loop.wall)
-
-
-def test_the_no_op_timer_measures_nothing():
-    NO_OP_TIMER.register_thread("decoders")
-    with NO_OP_TIMER.stage("decode"), NO_OP_TIMER.waiting("disk"):
-        pass
-    assert NO_OP_TIMER.read() == StageTimes()
 
 
 def test_a_run_times_every_stage_where_it_happens(tmp_path):

@@ -1,7 +1,5 @@
 """Theoretical receptive fields: those of the operations are where gradients can be, in every kind of network."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -12,7 +10,7 @@ from opal_deploy.model.backbones import Backbone
 from opal_deploy.model.receptive_field import compute_receptive_field
 
 
-def _gradient_support(backbone: Backbone, side: int) -> tuple[int, int, int]:
+def find_gradients(backbone, side):
     """Return a middle cell and the first and last input column that its features depend on."""
     for name, module in list(backbone.body.named_modules()):
         # the maximum passes the gradient of one pixel only
@@ -40,45 +38,43 @@ def _gradient_support(backbone: Backbone, side: int) -> tuple[int, int, int]:
         ("googlenet", 16, 235, 14.5),  # pooling that rounds up
     ],
 )
-def test_gradients_reach_as_far_as_the_operations_allow(name: str, stride: int, size: int, offset: float) -> None:
+def test_gradients_reach_as_far_as_the_operations_allow(name, stride, size, offset):
     backbone = backbones.build(name, stride=stride)
     assert compute_receptive_field(backbone, (224, 224)) == ReceptiveField(stride, size, offset)
-    cell, first, last = _gradient_support(backbone, (size // stride + 5) * stride)
+    cell, first, last = find_gradients(backbone, (size // stride + 5) * stride)
     assert ((first + last + 1) / 2 - cell * stride, last - first + 1) == (offset, size)
 
 
-def test_cells_of_an_upsampled_map_reach_two_of_its_cells() -> None:
+def test_cells_of_an_upsampled_map_reach_two_of_its_cells():
     backbone = backbones.build("shufflenet_v2_x0_5", stride=16, keep_layers=True)
     field = compute_receptive_field(backbone, (224, 224))
     ends = []
     for side in (40 * 16, 42 * 16):  # the cell in the middle is an even one, then an odd one
-        cell, first, last = _gradient_support(backbone, side)
+        cell, first, last = find_gradients(backbone, side)
         ends.append((first - cell * 16, last + 1 - cell * 16))
-    assert field.size is not None
-    assert field.offset is not None
     assert (min(first for first, _ in ends), max(last for _, last in ends)) == (
         field.offset - field.size / 2, field.offset + field.size / 2
     )  # fmt: skip
 
 
-def test_pooling_inside_the_network_is_told_apart_from_the_windows() -> None:
+def test_pooling_inside_the_network_is_told_apart_from_the_windows():
     field = compute_receptive_field(backbones.build("efficientnet_b0", stride=8, device="meta"), (224, 224))
     assert (field.size, field.global_context) == (67, True)
 
 
-def test_attention_between_cells_has_no_bound() -> None:
+def test_attention_between_cells_has_no_bound():
     field = compute_receptive_field(backbones.build("swin_t", device="meta"), (224, 224))
     assert (field.size, field.offset) == (None, None)
     assert field.sees_whole((10_000, 10_000))
 
 
-def test_padding_outside_the_convolution_shifts_the_field() -> None:
+def test_padding_outside_the_convolution_shifts_the_field():
     class Padded(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.convolution = nn.Conv2d(3, 4, 3, stride=2)
 
-        def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        def forward(self, images):
             return {"features": self.convolution(nn.functional.pad(images, [0, 1, 0, 1]))}
 
     field = compute_receptive_field(Backbone("padded", Padded(), (4,), 2), (8, 8))

@@ -1,7 +1,5 @@
 """timm's networks as backbones: cut at `forward_features()` or by stride; a transformer's cell is a patch's token."""
 
-from __future__ import annotations
-
 import pytest
 import timm
 import torch

@@ -267,20 +267,3 @@ def test_streams_that_share_a_session_take_turns(open_session):
     with ThreadPoolExecutor(3) as threads:
         streams = [threads.submit(predict, shades(range(60)), session, batch=2) for _ in range(3)]
         assert [stream.result(60) for stream in streams] == [expected] * 3
-
-
-@pytest.mark.parametrize("end", [0, 8])
-def test_ending_the_images_predicts_all_that_were_taken(end):
-    taken, found = [], []
-
-    def until_end():
-        for number, image in enumerate(shades(itertools.count())):
-            if len(found) >= end:
-                return
-            taken.append(number)
-            yield image
-
-    for result in predict_stream(until_end(), [BrightSession()], InferenceOptions(batch=4)):
-        found += names([to_document(result.record)])
-    assert found == taken
-    assert len(found) >= end

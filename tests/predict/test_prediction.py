@@ -1,7 +1,5 @@
 """The explanation is the computation: records hold the forward pass's own numbers."""
 
-import math
-
 import pytest
 
 from opal_deploy.preprocess.decode import decode
@@ -12,17 +10,11 @@ from tests.builders import cell_box
 
 # below this lead of the best cell over the second, float32 cannot tell which is which
 TIE = 1e-4
-CLASSES = ["ash", "birch", "<script>alert(1)</script>", "Übersee-Eiche"]
 
 
 @pytest.fixture(scope="module")
 def pictures(make_pictures, tmp_path_factory):
     return make_pictures(tmp_path_factory.mktemp("pictures"), 12)
-
-
-@pytest.fixture(scope="module")
-def found(exact_session, pictures):
-    return predict(pictures, exact_session)
 
 
 @pytest.mark.parametrize("source", ["pictures", pytest.param("photographs", marks=pytest.mark.data)])
@@ -40,6 +32,9 @@ def test_boxes_and_scores_are_pytorchs_own_maximisers(exact_session, exact_model
         predicted = record["prediction"]["class_id"]
         assert predicted == int(logits.argmax())
         assert record["prediction"]["logit"] == pytest.approx(float(logits[predicted]), abs=1e-4)
+        total = sum(slot["contribution"] for slot in record["evidence"])
+        assert total == pytest.approx(record["prediction"]["cosine"], abs=1e-6)
+        assert total == pytest.approx(1 - record["prediction"]["logit"] ** 2 / 2, abs=1e-5)
         geometry = Geometry.whole(*image.size)
         for slot, shown in enumerate(record["evidence"]):
             channel = predicted * m + slot
@@ -52,14 +47,3 @@ def test_boxes_and_scores_are_pytorchs_own_maximisers(exact_session, exact_model
                 compared += 1
     # nine cells in ten have no tie
     assert compared > 0.9 * 3 * len(paths)
-
-
-def test_contributions_logits_and_margins_follow_from_the_cosines(found):
-    for record in found:
-        top, cosines = record["top"], [float(answer["cosine"] or 0) for answer in record["top"]]
-        assert record["prediction"] == top[0]
-        assert [answer["label"] for answer in top] == [CLASSES[answer["class_id"]] for answer in top]
-        assert [answer["logit"] for answer in top] == sorted((answer["logit"] for answer in top), reverse=True)
-        assert [answer["logit"] for answer in top] == pytest.approx([-math.sqrt(2 - 2 * c) for c in cosines], abs=1e-5)
-        assert record["margin"] == cosines[0] - cosines[1]
-        assert sum(slot["contribution"] or 0.0 for slot in record["evidence"]) == pytest.approx(cosines[0], abs=1e-6)

@@ -3,7 +3,6 @@
 import gc
 import io
 import os
-import tarfile
 import threading
 
 import numpy as np
@@ -16,6 +15,7 @@ from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.sources.discovery import discover
 from opal_deploy.sources.image import Skipped
 from tests.bright import BrightSession
+from tests.sources.packing import pack
 
 SIZE = (128, 128)
 
@@ -24,15 +24,8 @@ def write_tar(path, count):
     """So many tiny pictures, WebDataset-style."""
     stream = io.BytesIO()
     Image.new("RGB", SIZE, (90, 120, 60)).save(stream, "JPEG")
-    data = stream.getvalue()
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for number in range(count):
-            info = tarfile.TarInfo(f"{number // 1000:04}/{number:07}.jpg")
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-            # or the writer keeps them
-            tar.members.clear()
-    return path
+    names = (f"{number // 1000:04}/{number:07}.jpg" for number in range(count))
+    return pack(path, dict.fromkeys(names, stream.getvalue()), "plain.tar")
 
 
 def classify(path, *, isolate=False):

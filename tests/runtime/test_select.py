@@ -6,7 +6,7 @@ from pathlib import Path
 
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import parser
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.engine_file import write_sidecar
@@ -17,10 +17,8 @@ from tests.builders import build_sidecar
 GOLDEN = Path(__file__).parents[1] / "golden/0.1.0"
 
 
-def foreign_file(path):
-    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
-    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])
-    onnx.save(helper.make_model(helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", [value], [out])), path)
+# of other code
+MODEL = '<ir_version: 10, opset_import: ["": 20]> g (float[1] x) => (float[1] y) { y = Relu (x) }'
 
 
 def find(folder, gpu=False, misfit=lambda _: "", **options):
@@ -51,7 +49,7 @@ class TestOneCheckpoint:
         assert find(folder).path.name == "ckpt.fp16.onnx"
 
     def test_other_onnx_files_and_subfolders_are_passed_over(self, folder, another):
-        foreign_file(folder / "aaa.onnx")
+        onnx.save(parser.parse_model(MODEL), folder / "aaa.onnx")
         (folder / "aab.onnx").write_bytes(b"\x13\x37" * 50)
         (folder / "aac.onnx").touch()
         (folder / "a.engine").write_bytes(b"an engine without its sidecar")

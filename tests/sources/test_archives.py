@@ -163,9 +163,7 @@ def lead_back(data, at):
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [lambda data, at: data[:at] + b"\xa5" * 20 + data[at + 20 :], lead_back],
-    ids=["damaged header", "endless"],
+    "damage", [lambda data, at: data[:at] + b"\xa5" * 20 + data[at + 20 :], lead_back], ids=["damaged", "endless"]
 )
 @pytest.mark.parametrize("kind", ["plain.tar", "packed.tgz"])
 def test_a_damaged_tar_is_one_error_after_the_members_before(tmp_path, damage, kind):
