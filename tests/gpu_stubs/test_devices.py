@@ -84,7 +84,7 @@ def test_auto_takes_the_cpu_and_says_why_as_doctor_does(gpu, model, monkeypatch,
     assert reason in str(refused.value)
     assert len(session.run(blank(2))) == 2
     # with the real cuda-bindings
-    assert reason.replace("; ", ": ") in " ".join(run_process(DOCTOR, **settings).stderr.split())
+    assert reason.replace("; ", ": ") in " ".join(run_process(DOCTOR, **settings).stdout.split())
 
 
 @pytest.mark.parametrize(
