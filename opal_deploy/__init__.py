@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from opal_deploy import nn
     from opal_deploy.api.explanation import Explanation, Explanations
     from opal_deploy.api.infer import InferenceRun, run_inference
-    from opal_deploy.api.model import Model, load
+    from opal_deploy.api.model import Model
     from opal_deploy.api.service import Service
     from opal_deploy.auditing.diff import DiffReport, diff
     from opal_deploy.auditing.drift import DriftReport, find_drift
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from opal_deploy.evaluation.api import evaluate_model
     from opal_deploy.evaluation.measure import ModelEvaluation
     from opal_deploy.evaluation.patches import CreatedAtlas, create_atlas
-    from opal_deploy.export.api import export_engines, export_model, export_triton, export_web
+    from opal_deploy.export.api import export_engines, export_model, export_triton, export_web, load
     from opal_deploy.export.plan import ExportResult
     from opal_deploy.records.record import Answer, Answered, Failed, Record, Slot, json_schema
     from opal_deploy.records.tables import to_coco, to_pandas
@@ -109,9 +109,9 @@ _LAZY = {
     "editing.api": ("EditResult", "edit_model"),
     "evaluation.api": ("evaluate_model",),
     "evaluation.measure": ("ModelEvaluation",),
-    "export.api": ("export_engines", "export_model", "export_triton", "export_web"),
+    "export.api": ("export_engines", "export_model", "export_triton", "export_web", "load"),
     "export.plan": ("ExportResult",),
-    "api.model": ("Model", "load"),
+    "api.model": ("Model",),
     "api.explanation": ("Explanation", "Explanations"),
     "api.infer": ("InferenceRun", "run_inference"),
     "api.service": ("Service",),

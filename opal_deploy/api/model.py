@@ -20,7 +20,7 @@ from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.errors import ImageError, UsageError, suggest_names
 from opal_deploy.logs import ProgressChoice, WarningLine, as_progress, log_line, show_progress
-from opal_deploy.options import RuntimeName
+from opal_deploy.options import RuntimeName, StrPath
 from opal_deploy.predict.executor import predict_stream
 from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.predict.setup import find_default_model, log_cautions
@@ -376,23 +376,8 @@ def _is_one(images: Any) -> bool:
     return isinstance(images, str | bytes | os.PathLike | Image.Image)
 
 
-def load(
-    path: str | os.PathLike[str] | None = None, *, device: str = "auto", threads: int | None = None,
-    runtime: RuntimeName = "auto",
-) -> Model:  # fmt: skip
-    """Load a model: an ONNX file or engine that `opal-deploy export` wrote, or a checkpoint (which needs torch).
-
-    Args:
-        path: the model file, or the folder of one; None: the model that `opal-deploy infer` finds without --model.
-        device: `auto`, `cpu`, `cuda`, `cuda:1`, or `0,1` for several GPUs.
-        threads: CPU threads of the runtime; None: all that this process may use.
-        runtime: `openvino` instead of ONNX Runtime for an ONNX file; `auto` decides by the file.
-
-    Raises:
-        ArtifactError: the file does not exist, is damaged, or is not a model of opal-deploy.
-        MissingExtra: the runtime is not installed. UsageError: the device does not exist, or the runtime
-            does not run such a file.
-    """
+def load(path: StrPath | None = None, *, device: str, threads: int | None, runtime: RuntimeName) -> Model:
+    """Return the model of a file that this package wrote; see `opal_deploy.load`."""
     options: dict[str, Any] = {"device": device, "threads": threads, "runtime": runtime}
     if path is None or Path(path).is_dir():
         path = find_default_model(device, runtime, folder=Path(path or ""), option="opal_deploy.load(FILE)")

@@ -191,6 +191,11 @@ class Metadata:
         return self.head_kind == "opal"
 
     @property
+    def is_multi_label(self) -> bool:
+        """Whether an image may have several labels: a sigmoid of its own follows each logit."""
+        return bool(self.head.get("activation") == "sigmoid")
+
+    @property
     def dropped(self) -> tuple[int, ...]:
         """The channels of the slots that `edit` dropped, ascending."""
         return tuple(self.head.get("dropped", ()))
@@ -239,7 +244,8 @@ class Metadata:
         if self.is_opal:
             return f"m = {self.prototypes_per_class}{dropped}, distance {self.distance}"
         if self.head_kind == "additive":
-            return "its own head, each cell with its share of the logit"
+            labels = ", several labels per image" if self.is_multi_label else ""
+            return f"its own head{labels}, each cell with its share of the logit"
         scores = "channels of a softmax" if self.head_kind == "softmax" else f"distances, {self.head['similarity']}"
         return f"{self.num_prototypes} shared prototypes{dropped} ({scores})"
 

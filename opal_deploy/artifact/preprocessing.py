@@ -22,6 +22,7 @@ from opal_deploy.errors import UsageError
 Kind = Literal["squash", "shortest_edge"]
 Filter = Literal["bilinear", "bicubic"]
 _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_CAFFE = (123.68 / 255, 116.779 / 255, 103.939 / 255), (1 / 255,) * 3
 _PLAIN, _HALF = ((0.0,) * 3, (1.0,) * 3), ((0.5,) * 3, (0.5,) * 3)
 # Pillow's numbers of filters in Hugging Face's files
 _RESAMPLE: dict[Any, Filter] = {2: "bilinear", 3: "bicubic"}
@@ -87,12 +88,14 @@ class Preprocessing:
         rule: the resize rule; None: shorter side to the input's side.
         mean, std: of pixels scaled to [0, 1], per channel R, G, B.
         size: the input's side, where a file states it.
+        is_bgr: whether the classifier takes channels in the order B, G, R.
     """
 
     rule: ResizeRule | None
     mean: tuple[float, ...]
     std: tuple[float, ...]
     size: int | None = None
+    is_bgr: bool = False
 
 
 PRESETS: dict[str, Preprocessing] = {
@@ -102,6 +105,8 @@ PRESETS: dict[str, Preprocessing] = {
     "stretch": Preprocessing(ResizeRule(), *_IMAGENET),
     "keras-torch": Preprocessing(ResizeRule(), *_IMAGENET),
     "keras-tf": Preprocessing(ResizeRule(), *_HALF),
+    "keras-caffe": Preprocessing(ResizeRule(), *_CAFFE, is_bgr=True),
+    "keras-255": Preprocessing(ResizeRule(), (0.0,) * 3, (1 / 255,) * 3),
     "raw": Preprocessing(ResizeRule(), *_PLAIN),
 }
 
@@ -136,15 +141,21 @@ def from_config(raw: dict[str, Any]) -> Preprocessing:
             ResizeRule("squash", kind) if mode == "squash" else rule, tuple(raw["mean"]), tuple(raw["std"]), side
         )
     size, crop = raw["size"], raw.get("crop_size") if raw.get("do_center_crop") else None
-    kind = _RESAMPLE[raw.get("resample", 2)]
+    if (resample := raw.get("resample", 2)) not in _RESAMPLE:
+        raise ValueError(f"resample {resample!r} found, expected 2 (bilinear) or 3 (bicubic)")
+    kind = _RESAMPLE[resample]
     mean, std = (raw["image_mean"], raw["image_std"]) if raw.get("do_normalize", True) else _PLAIN
     scale = 255 * raw.get("rescale_factor", 1 / 255)
     mean, std = (tuple(value / scale for value in values) for values in (mean, std))
-    sides = {"height": size, "width": size} if isinstance(size, int) else size
+    sides = size
+    if isinstance(size, int):
+        # older files
+        sides = {"shortest_edge": size} if crop or "crop_pct" in raw else {"height": size}
     if "shortest_edge" in sides:
         short = int(sides["shortest_edge"])
-        if crop is None and short < 384 and "crop_pct" in raw:  # ConvNeXt's processor
-            return Preprocessing(ResizeRule("shortest_edge", kind, int(short / raw["crop_pct"])), mean, std, short)
+        if crop is None and "crop_pct" in raw:  # ConvNeXt's processor, which squashes large images
+            rule = ResizeRule("shortest_edge", kind, int(short / raw["crop_pct"]))
+            return Preprocessing(rule if short < 384 else ResizeRule("squash", kind), mean, std, short)
         side = short if crop is None else int(crop if isinstance(crop, int) else crop["height"])
         return Preprocessing(ResizeRule("shortest_edge", kind, short), mean, std, side)
     return Preprocessing(ResizeRule("squash", kind), mean, std, int(sides["height"]))

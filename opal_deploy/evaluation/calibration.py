@@ -143,6 +143,10 @@ def evaluate_calibration(
     temperature = metadata.temperature
     calibrated = None if temperature is None else measure_calibration(logits, labels, temperature)
     fitted = calibrate(logits, labels) if fit and temperature is None else None
+    if fitted is not None and metadata.is_multi_label:
+        fitted = Calibration(
+            len(labels), reason="each class has a sigmoid of its own, and a temperature is a softmax's"
+        )
     accuracy = float((logits.argmax(axis=1) == labels).mean())
     return CalibrationFigures(len(labels), accuracy, measure_calibration(logits, labels, 1.0), calibrated, fitted)
 

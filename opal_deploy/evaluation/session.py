@@ -200,6 +200,9 @@ def compare_presets(session: Session, samples: Sequence[Sample], result: Evaluat
     own = float((result.outputs.logits[chosen].argmax(1) == result.labels[chosen]).mean())
     best, found = own, ""
     for name, preset in PRESETS.items():
+        if preset.is_bgr:
+            # the order of channels is in the graph
+            continue
         rule = preset.rule or ResizeRule("shortest_edge", "bilinear", min(metadata.input_size))
         pixels = load_pixels(samples, InputForm(*metadata.input_size, rule), chosen=chosen)
         outputs = cast(Any, session).run_normalised(normalise(pixels, preset.mean, preset.std))

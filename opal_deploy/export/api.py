@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from opal_deploy.api.model import Model
+from opal_deploy.api.model import load as load_model
 from opal_deploy.artifact import onnx_file
-from opal_deploy.artifact.files import model_kind
+from opal_deploy.artifact.files import ONNX_SUFFIX, model_kind
 from opal_deploy.artifact.metadata import METADATA_KEY
 from opal_deploy.errors import ArtifactError, UsageError, require
 from opal_deploy.export.options import (
@@ -21,7 +28,7 @@ from opal_deploy.export.options import (
     WebOptions,
 )
 from opal_deploy.export.plan import EngineTargets, ExportResult, check_options, plan_export
-from opal_deploy.options import StrPath, keywords
+from opal_deploy.options import RuntimeName, StrPath, keywords
 from opal_deploy.records.decision import Decision
 from opal_deploy.runtime.verification import verify_file
 from opal_deploy.triton.repository import Repository, WrittenRepository
@@ -97,6 +104,42 @@ def export_web(source: StrPath, folder: StrPath, options: WebOptions) -> Written
     site = run_export(source, ExportOptions(**options.keywords(), web=folder)).site
     assert site is not None
     return site
+
+
+def load(
+    path: StrPath | None = None, *, device: str = "auto", threads: int | None = None, runtime: RuntimeName = "auto",
+    classes: StrPath | Sequence[str] | None = None, preprocess: str | None = None,
+) -> Model:  # fmt: skip
+    """Load a model: a file of `opal-deploy export`, a checkpoint (which needs torch), or somebody's ONNX classifier.
+
+    Args:
+        path: the model file, or the folder of one; None: the model that `opal-deploy infer` finds without --model.
+        device: `auto`, `cpu`, `cuda`, `cuda:1`, or `0,1` for several GPUs.
+        threads: CPU threads of the runtime; None: all that this process may use.
+        runtime: `openvino` instead of ONNX Runtime for an ONNX file; `auto` decides by the file.
+        classes, preprocess: of a classifier, as in `export_model`, whose errors are raised. It is exported to a
+            temporary file that lives as long as the model.
+
+    Raises:
+        ArtifactError: the file does not exist, is damaged, or is no model.
+        MissingExtra: the runtime is not installed. UsageError: the device does not exist, or the runtime
+            does not run such a file.
+    """
+    open_model = partial(load_model, device=device, threads=threads, runtime=runtime)
+    if path is None or Path(path).suffix != ONNX_SUFFIX or not is_classifier(Path(path)):
+        if classes is not None or preprocess is not None:
+            raise UsageError(f"{path}: states its classes and preprocessing; leave out classes and preprocess")
+        return open_model(path)
+    folder = tempfile.mkdtemp(prefix="opal-")
+    out = Path(folder) / f"{Path(path).stem}.opal.onnx"
+    options = ExportOptions(classes=classes, preprocess=preprocess, threads=threads, out=out, log=lambda line: None)
+    try:
+        model = open_model(run_export(path, options).path)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+    return model
 
 
 def run_export(source: StrPath | Any, options: ExportOptions) -> ExportResult:

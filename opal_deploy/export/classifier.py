@@ -8,13 +8,14 @@ that add up to them with the bias.
 from __future__ import annotations
 
 import ast
+import math
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx
@@ -31,7 +32,7 @@ from opal_deploy.artifact.outputs import INPUT, Outputs
 from opal_deploy.artifact.preprocessing import PRESETS, Preprocessing, ResizeRule, from_config, read_preprocessing
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError, first_line, require
-from opal_deploy.export.classifier_tail import Tail, add_shares, check_graph, find_tail, set_input
+from opal_deploy.export.classifier_tail import OwnInput, Tail, add_shares, check_graph, find_tail, set_input
 from opal_deploy.export.graph_edit import with_outputs
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.plan import ExportedOnnx, ExportResult
@@ -47,16 +48,6 @@ _SAME, _ADDS_UP = 1e-6, 1e-5
 _IMAGES = 16
 # a file whose tensors are larger than any classifier's is not opened
 _MAX_SIDE = 4096
-
-
-class _Input(NamedTuple):
-    """A classifier's own input: name, (H0, W0), whether channels are last, the element type, and a fixed batch."""
-
-    name: str
-    size: tuple[int, int]
-    channels_last: bool
-    kind: int
-    batch: int | None
 
 
 def export_classifier(
@@ -77,16 +68,24 @@ def export_classifier(
     onnx_file.check_operators(onnx_file.read_header(path), name)
     model = _load(path)
     check_graph(model, name)
-    tail = find_tail(model, name)
+    try:
+        tail = find_tail(model, name)
+    except (ValueError, IndexError) as error:
+        raise ArtifactError(
+            f"{name}: its last nodes do not fit each other ({first_line(error)}); export it again"
+        ) from None
     preprocessing = preprocessing or _find_preprocessing(model, options, name)
     own = _read_input(model, preprocessing, options, name)
     names = _name_classes(model, options, len(tail.weights), name)
+    is_half = any(tensor.data_type == TensorProto.FLOAT16 for tensor in model.graph.initializer)
     rule = preprocessing.rule or ResizeRule("shortest_edge", "bilinear", min(own.size))
     session = _open(with_outputs(model, [tail.logits]), options, name)
+    if tail.is_binary:
+        options.log(f"{name}: one logit found, read as two classes: the second one where it is above 0")
     grid = _measure_grid(model, tail, own, options, name)
     changed = _make_dynamic(model, own)
     changed = add_shares(changed, tail, grid)
-    set_input(changed, own.size, channels_last=own.channels_last, kind=own.kind)
+    set_input(changed, own)
     metadata = Metadata(
         tuple(names),
         MOST_REGIONS,
@@ -100,7 +99,7 @@ def export_classifier(
         preprocessing.std,
         str(rule),
         options.crop,
-        "fp16" if own.kind == TensorProto.FLOAT16 else "fp32",
+        "fp16" if is_half else "fp32",
         source={"file": name, "sha256": compute_sha256(path), "format": "classifier"},
         exporter={"opal_deploy": __version__, "onnx": onnx.__version__, "onnxruntime": onnxruntime.__version__},
         outputs=("logits", "share_classes", "shares"),
@@ -178,20 +177,22 @@ def _name_classes(model: onnx.ModelProto, options: ExportOptions, count: int, na
     return names
 
 
-def _read_input(model: onnx.ModelProto, preprocessing: Preprocessing, options: ExportOptions, name: str) -> _Input:
+def _read_input(model: onnx.ModelProto, preprocessing: Preprocessing, options: ExportOptions, name: str) -> OwnInput:
     weights = {tensor.name for tensor in model.graph.initializer}
     value = next(value for value in model.graph.input if value.name not in weights)
     kind = value.type.tensor_type.elem_type
     sides = [dim.dim_value or None for dim in value.type.tensor_type.shape.dim]
-    if len(sides) != 4 or kind not in (TensorProto.FLOAT, TensorProto.FLOAT16) or 3 not in (sides[1], sides[3]):
+    # exporters of PyTorch may leave all four sides open
+    is_image = len(sides) == 4 and (3 in (sides[1], sides[3]) or sides[1] is sides[3] is None)
+    if not is_image or kind not in (TensorProto.FLOAT, TensorProto.FLOAT16):
         raise UsageError(f"{name}: input {value.name} is {sides}; expected float images [N, 3, H, W] or [N, H, W, 3]")
-    channels_last = sides[1] != 3
+    channels_last = sides[3] == 3 != sides[1]
     height, width = sides[1:3] if channels_last else sides[2:4]
     side = preprocessing.size or 224
     size = options.input_size or (height or side, width or side)
     if (height or size[0], width or size[1]) != size or max(size) > _MAX_SIDE:
         raise UsageError(f"{name}: takes images of {height}x{width}, asked for {size[0]}x{size[1]}; leave out --size")
-    return _Input(value.name, size, channels_last, kind, sides[0])
+    return OwnInput(value.name, size, channels_last, preprocessing.is_bgr, kind, sides[0])
 
 
 def _open(model: onnx.ModelProto, options: ExportOptions, name: str) -> Any:
@@ -203,13 +204,14 @@ def _open(model: onnx.ModelProto, options: ExportOptions, name: str) -> Any:
         raise ArtifactError(f"{name}: ONNX Runtime refuses it ({first_line(error)})") from None
 
 
-def _feed(own: _Input, images: NDArray[np.float32]) -> NDArray[Any]:
+def _feed(own: OwnInput, images: NDArray[np.float32]) -> NDArray[Any]:
     """Return a classifier's own input of normalised images [N, 3, H0, W0]."""
-    inputs = images.transpose(0, 2, 3, 1) if own.channels_last else images
+    inputs = images[:, ::-1] if own.is_bgr else images
+    inputs = inputs.transpose(0, 2, 3, 1) if own.channels_last else inputs
     return np.ascontiguousarray(inputs.astype(np.float16 if own.kind == TensorProto.FLOAT16 else np.float32))
 
 
-def _run_original(session: Any, own: _Input, images: NDArray[np.float32], tail: Tail) -> NDArray[np.float32]:
+def _run_original(session: Any, own: OwnInput, images: NDArray[np.float32], tail: Tail) -> NDArray[np.float32]:
     """Return the original's logits, in its own batches; with an activation at its end, those before it."""
     size = own.batch or 1
     parts = []
@@ -218,24 +220,61 @@ def _run_original(session: Any, own: _Input, images: NDArray[np.float32], tail: 
         rows = np.resize(np.arange(start, min(start + size, len(images))), size)
         with translate_errors(size):
             parts.append(session.run([tail.logits], {own.name: _feed(own, images[rows])})[0].reshape(size, -1))
-    return np.concatenate(parts)[: len(images)].astype(np.float32)
+    logits = np.concatenate(parts)[: len(images)].astype(np.float32)
+    return logits * np.array([-0.5, 0.5], np.float32) if tail.is_binary else logits
 
 
 def _measure_grid(
-    model: onnx.ModelProto, tail: Tail, own: _Input, options: ExportOptions, name: str
+    model: onnx.ModelProto, tail: Tail, own: OwnInput, options: ExportOptions, name: str
 ) -> tuple[int, int]:
-    """Return (H, W) of the feature map, from a run."""
-    blank = np.zeros((own.batch or 1, 3, *own.size), np.float32)
-    seen = _open(with_outputs(model, [tail.features]), options, name)
-    with translate_errors(len(blank)):
-        shape = seen.run([tail.features], {own.name: _feed(own, blank)})[0].shape
-    channels = tail.weights.shape[1]
-    if len(shape) != 4 or shape[3 if tail.channels_last else 1] != channels:
-        raise UsageError(f"{name}: the mean before its dense layer is of {list(shape)}; expected [N, {channels}, H, W]")
-    return (shape[1], shape[2]) if tail.channels_last else (shape[2], shape[3])
+    """Return (H, W) of the feature map, from a run; tokens are taken as rows of a grid of the input's shape."""
+    seen, (height, width) = _open(with_outputs(model, [tail.features]), options, name), own.size
+
+    def run(image: NDArray[np.float32]) -> NDArray[Any]:
+        batch = np.repeat(image[None], own.batch or 1, axis=0)
+        with translate_errors(len(batch)):
+            return np.asarray(seen.run([tail.features], {own.name: _feed(own, batch)})[0][:1], np.float32)
+
+    features = run(np.zeros((3, height, width), np.float32))
+    channels, axis = tail.weights.shape[1], features.ndim - 1 if tail.channels_last else 1
+    sides = np.delete(features.shape, (0, axis))
+    if features.ndim not in (3, 4) or features.shape[axis] != channels:
+        shape = f"[N, {channels}, H, W] or [N, L, {channels}]"
+        raise UsageError(f"{name}: the mean before its dense layer is of {list(features.shape)}; expected {shape}")
+    if len(sides) == 2 and (sides.min() > 1 or sides.max() == 1):
+        return int(sides[0]), int(sides[1])
+    count = int(sides.prod())
+    rows = max(1, round(math.sqrt(count * height / width)))
+    grid = rows, count // rows
+    if min(grid) == 1 or count % rows or not _are_in_rows(run, own.size, grid, axis):
+        raise UsageError(f"{name}: the mean is over {count} tokens; expected those of a grid's cells, row by row")
+    return grid
 
 
-def _make_dynamic(model: onnx.ModelProto, own: _Input) -> onnx.ModelProto:
+def _are_in_rows(
+    run: Callable[[NDArray[np.float32]], NDArray[Any]], size: tuple[int, int], grid: tuple[int, int], axis: int
+) -> bool:
+    """Return whether tokens are a grid's cells: other noise in a quarter changes the cells of that quarter most.
+
+    Args:
+        run: from an image [3, H0, W0] to tokens, whose channels are at `axis`.
+    """
+
+    # the first and the last half of each side
+    halves = [(slice(length // 2), slice(length - length // 2, None)) for length in (*grid, *size)]
+    rows, cols, down, across = halves
+    noise = np.random.default_rng(0).standard_normal((3, *size), np.float32)
+    before, quarters = run(noise), list(np.ndindex(2, 2))
+    for place, (row, col) in enumerate(quarters):
+        image = noise.copy()
+        image[:, down[row], across[col]] *= -1
+        changes = np.abs(run(image) - before).sum(axis=axis).reshape(grid)
+        if np.argmax([changes[rows[row], cols[col]].sum() for row, col in quarters]) != place:
+            return False
+    return True
+
+
+def _make_dynamic(model: onnx.ModelProto, own: OwnInput) -> onnx.ModelProto:
     """Return a copy that takes any number of images: shapes that were traced for one batch are taken from the data."""
     changed = onnx.ModelProto()
     changed.CopyFrom(model)
@@ -257,17 +296,16 @@ def _make_dynamic(model: onnx.ModelProto, own: _Input) -> onnx.ModelProto:
 
 
 def _verify(
-    changed: onnx.ModelProto, metadata: Metadata, original: Any, own: _Input, tail: Tail, options: ExportOptions,
+    changed: onnx.ModelProto, metadata: Metadata, original: Any, own: OwnInput, tail: Tail, options: ExportOptions,
     name: str,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the report of the gate: the same logits as the original's, and shares that add up to them."""
     images = example_images(_IMAGES, *own.size)
     inputs = normalise(images, metadata.mean, metadata.std)
     expected = _run_original(original, own, inputs, tail)
+    session = _open(changed, options, name)
     try:
-        arrays = _open(changed, options, name).run(list(metadata.outputs), {INPUT: inputs})
-    except ArtifactError:
-        raise
+        arrays = session.run(list(metadata.outputs), {INPUT: inputs})
     except Exception as error:  # ONNX Runtime exports no base class of its exceptions
         raise UsageError(f"{name}: needs a dynamic batch, and has {own.batch} ({first_line(error)})") from None
     outputs = Outputs.from_arrays(dict(zip(metadata.outputs, arrays, strict=True)))
@@ -275,13 +313,13 @@ def _verify(
     assert outputs.share_classes is not None
     largest = float(np.abs(expected).max())
     difference = float(np.abs(outputs.logits - expected).max())
-    if not difference <= _SAME * largest * (1e3 if own.kind == TensorProto.FLOAT16 else 1):
+    coarser = 1e3 if metadata.precision == "fp16" else 1.0
+    if not difference <= _SAME * coarser * largest:
         raise VerificationError(f"{name}: logits differ by {difference:.2g} of {largest:.3g} with shares; not written")
     rows = np.arange(len(expected))[:, None]
     sums = outputs.shares.sum(axis=(2, 3), dtype=np.float64) + tail.biases[outputs.share_classes]
     missed = float(np.abs(sums - outputs.logits[rows, outputs.share_classes]).max())
-    limit = _ADDS_UP * (1e3 if own.kind == TensorProto.FLOAT16 else 1)
-    if not missed <= limit * largest:
+    if not missed <= _ADDS_UP * coarser * largest:
         raise VerificationError(f"{name}: shares and bias miss the logit by {missed:.2g} of {largest:.3g}; not written")
     return {
         "image_set": f"{len(images)} generated creatures", "images": len(images), "sum_error": missed,

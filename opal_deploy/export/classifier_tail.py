@@ -7,14 +7,15 @@ layer,
 
 so every cell has a share of the logit, and the shares and the bias add up to it. With LayerNorm after the mean, W_c is
 multiplied by its weights, centred over the channels and divided by the mean vector's deviation, which depends on the
-image alone; its biases add W_c . beta to b_c. The original nodes stay as they are: `add_shares` only adds nodes behind
-them, so the logits are the same bits.
+image alone; its biases add W_c . beta to b_c. A quantised file rounds the mean: what rounding adds to a channel's mean
+is divided among the cells in proportion to |F|. The original nodes stay as they are: `add_shares` only adds nodes
+behind them, so the logits are the same bits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import onnx
@@ -34,7 +35,8 @@ _PREFIX, _OWN = "shares_", "own_"
 # nodes that change no value between the map and the logits
 _PASSED = {"Identity", "Dropout", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Cast", "Transpose"}
 # nodes behind which exporters store weights
-_FOLDED = {"Constant", "Identity", "Cast", "Transpose", "Reshape", "DequantizeLinear"}
+_ROUNDING = {"QuantizeLinear", "DequantizeLinear"}
+_FOLDED = {"Constant", "Identity", "Cast", "Transpose", "Reshape", *_ROUNDING}
 _OPSET = 13
 
 
@@ -43,13 +45,15 @@ class Tail:
     """The end of a classifier.
 
     Attributes:
-        features: name of F's value.
+        features: name of F's value; F may have one axis of tokens instead of H and W.
         channels_last: whether F is [N, H, W, D].
         logits: name of the logits' value.
         weights: W [C, D], with LayerNorm's weights in it, centred; float64.
         biases: b [C] with LayerNorm's biases in it; float64.
         normalised: name of the vector that LayerNorm divides by its deviation; empty without one after the mean.
         epsilon: LayerNorm's.
+        rounded: name of the vector that the mean is rounded to; empty where it is not.
+        is_binary: whether one logit l stands for two classes, which get -l / 2 and l / 2: their softmax is l's sigmoid.
         activation: what follows the logits.
     """
 
@@ -60,7 +64,20 @@ class Tail:
     biases: NDArray[np.float64]
     normalised: str
     epsilon: float
+    rounded: str
+    is_binary: bool
     activation: Activation
+
+
+class OwnInput(NamedTuple):
+    """A classifier's own input: name, (H0, W0), axis and order (B, G, R) of channels, element type, a fixed batch."""
+
+    name: str
+    size: tuple[int, int]
+    channels_last: bool
+    is_bgr: bool
+    kind: int
+    batch: int | None
 
 
 class _Graph:
@@ -105,8 +122,9 @@ def check_graph(model: onnx.ModelProto, name: str) -> None:
     opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)
     if opset < _OPSET:
         raise UsageError(f"{name}: opset {opset} found; expected {_OPSET} or newer: export it again with a newer opset")
-    if len([value for value in model.graph.input if value.name not in _constants(model)]) != 1:
-        raise UsageError(f"{name}: expected one input, the images")
+    inputs = [value.name for value in model.graph.input if value.name not in _constants(model)]
+    if len(inputs) != 1:
+        raise UsageError(f"{name}: {len(inputs)} inputs found ({', '.join(inputs)[:99]}); expected one, the images")
 
 
 def _constants(model: onnx.ModelProto) -> set[str]:
@@ -117,18 +135,27 @@ def find_tail(model: onnx.ModelProto, name: str) -> Tail:
     """Return the end of a classifier; raise UsageError, which says what was found instead, for one without shares."""
     graph = _Graph(model)
     at, activation = model.graph.output[0].name, "none"
-    # from the output to the dense layer
-    while (node := graph.node(at)) is not None and node.op_type in (*_PASSED, "Softmax", "LogSoftmax", "Sigmoid"):
-        if node.op_type not in _PASSED:
+    # from the output to the dense layer; a quantised file's last rounding is of the logits
+    passed = (*_PASSED, *_ROUNDING, "Softmax", "LogSoftmax", "Sigmoid")
+    while (node := graph.node(at)) is not None and node.op_type in passed:
+        if "Softmax" in node.op_type or node.op_type == "Sigmoid":
             activation = "sigmoid" if node.op_type == "Sigmoid" else "softmax"
         at = node.input[0]
     logits = at
     dense = _read_dense(graph, at)
+    if dense is None and node is not None and _read_mean(graph, node) is not None:
+        # as in SqueezeNet, each class has a map of its own, whose mean is the logit
+        sides = [side.dim_value for side in model.graph.output[0].type.tensor_type.shape.dim]
+        count = sides[1] if len(sides) > 1 else 0
+        dense = (at, np.eye(count), np.zeros(count)) if count else None
     if dense is None:
-        found = "nothing" if node is None else node.op_type
-        raise UsageError(f"{name}: its output comes from {found}; expected a dense layer on the mean of a feature map")
+        last, advice = "nothing" if node is None else node.op_type, ""
+        if any(other.op_type == "MatMulInteger" for other in model.graph.node):
+            last, advice = "MatMulInteger", "; export it before it is quantised, or quantise with QDQ"
+        raise UsageError(f"{name}: its output comes from {last}; expected a dense layer on a map's mean{advice}")
     at, weights, biases = dense
     # from the dense layer to the mean over cells
+    vector, is_rounded = at, False
     normalised, epsilon = "", 0.0
     while True:
         node = graph.node(at)
@@ -137,28 +164,39 @@ def find_tail(model: onnx.ModelProto, name: str) -> Tail:
         if (pooled := _read_mean(graph, node)) is not None:
             features, channels_last = pooled
             break
-        if (norm := _read_layer_norm(graph, node)) is not None and not normalised:
+        if not normalised and not is_rounded and (norm := _read_layer_norm(graph, node)) is not None:
             normalised, gamma, beta, epsilon = norm
             biases = biases + weights @ beta
             weights = weights * gamma
             weights = weights - weights.mean(axis=1, keepdims=True)
-            at = normalised
-        elif node.op_type in _PASSED or _is_restrided(graph, node):
+            at = vector = normalised
+        elif node.op_type in (*_PASSED, *_ROUNDING) or _is_restrided(graph, node):
+            is_rounded = is_rounded or node.op_type in _ROUNDING
             at = node.input[0]
         else:
             raise UsageError(_refuse(name, graph, node))
-    return Tail(features, channels_last, logits, weights, biases, normalised, epsilon, activation)  # type: ignore[arg-type]
+    is_binary = len(weights) == 1
+    if is_binary:
+        weights, biases, activation = np.concatenate([-weights, weights]) / 2, np.append(-biases, biases) / 2, "softmax"
+    return Tail(
+        features, channels_last, logits, weights, biases, normalised, epsilon, vector if is_rounded else "", is_binary,
+        cast(Activation, activation),
+    )  # fmt: skip
 
 
 def _refuse(name: str, graph: _Graph, node: onnx.NodeProto) -> str:
-    """Return the error for a node between the mean and the dense layer that leaves the cells no exact share."""
-    between = [node]
-    while (made := graph.node(between[-1].input[0])) is not None and _read_mean(graph, made) is None:
-        between.append(made)
+    """Return the error for a node before the dense layer that leaves the cells no exact share."""
+    between, pooled = [node], False
+    while not pooled and (source := graph.node(between[-1].input[0])) is not None:
+        pooled = _read_mean(graph, source) is not None
+        between.append(source)
+    hidden = [other.op_type for other in between if other.op_type in ("Conv", "Gemm", "MatMul")]
     reason = f"an activation ({node.op_type}) follows the pooling"
     if node.op_type in ("Gather", "Slice"):
         reason = "one token is read, not a mean over cells"
-    elif node.op_type in ("Conv", "Add") or any(each.op_type in ("Gemm", "MatMul") for each in between):
+    elif not pooled:
+        reason = f"its dense layer reads {node.op_type}, not the mean of a feature map"
+    elif hidden or node.op_type == "Add":
         reason = f"a hidden layer ({node.op_type}) follows the pooling"
     return (
         f"{name}: {reason}, so its cells have no exact share of the logit; train an OPAL head on its backbone: "
@@ -218,9 +256,10 @@ def _read_mean(graph: _Graph, node: onnx.NodeProto) -> tuple[str, bool] | None:
         if axes is None and len(node.input) > 1:
             value = graph.constant(node.input[1])
             axes = None if value is None else value.ravel().tolist()
-        if axes is not None and sorted(axes) in ([2, 3], [-2, -1], [-1, 2]):
+        if axes is not None and sorted(axes) in ([2, 3], [-2, -1], [-1, 2], [2], [-1]):
             return node.input[0], False
-        if axes is not None and sorted(axes) in ([1, 2], [-3, -2]):
+        # the mean over one axis is over tokens
+        if axes is not None and sorted(axes) in ([1, 2], [-3, -2], [1], [-2]):
             return node.input[0], True
     return None
 
@@ -270,9 +309,11 @@ def add_shares(model: onnx.ModelProto, tail: Tail, grid: tuple[int, int]) -> onn
     builder = GraphBuilder(graph, _PREFIX, ("logits", "share_classes", "shares"))
     constant, add = builder.constant, builder.node
 
-    flat = constant("flat", np.array([-1, count], np.int64))
+    flat = constant("flat", np.array([-1, 1 if tail.is_binary else count], np.int64))
     rows = add("Reshape", "logits_rows", _OWN + tail.logits, flat)
-    logits = add("Cast", "logits", rows, to=TensorProto.FLOAT)
+    logits = add("Cast", "logit" if tail.is_binary else "logits", rows, to=TensorProto.FLOAT)
+    if tail.is_binary:
+        logits = add("Mul", "logits", logits, constant("halves", np.array([[-0.5, 0.5]], np.float32)))
     best = [_PREFIX + "best", _PREFIX + "ids"]
     k = constant("k", np.array([min(LISTED, count)], np.int64))
     graph.node.append(helper.make_node("TopK", [logits, k], best, name=_PREFIX + "top"))
@@ -286,6 +327,16 @@ def add_shares(model: onnx.ModelProto, tail: Tail, grid: tuple[int, int]) -> onn
     else:
         shape = constant("cells", np.array([0, channels, cells], np.int64))
         features = add("Reshape", "columns", features, shape)
+    if tail.rounded:
+        vector = add("Cast", "rounded", _OWN + tail.rounded, to=TensorProto.FLOAT)
+        vector = add("Reshape", "rounded_rows", vector, constant("column", np.array([-1, channels, 1], np.int64)))
+        averaging = constant("cell_averaging", np.full((cells, 1), 1 / cells, np.float32))
+        added = add("Sub", "added", vector, add("MatMul", "cell_mean", features, averaging))
+        sizes = add("Abs", "sizes", features)
+        # a channel that is 0 everywhere is rounded to 0
+        least = constant("least", np.array(1e-30, np.float32))
+        mean = add("Add", "mean_size", add("MatMul", "cell_sizes", sizes, averaging), least)
+        features = add("Add", "whole", features, add("Mul", "parts", sizes, add("Div", "of_size", added, mean)))
     shares = add("MatMul", "products", chosen, features)
     if tail.normalised:
         vector = add("Cast", "vector", _OWN + tail.normalised, to=TensorProto.FLOAT)
@@ -308,22 +359,19 @@ def add_shares(model: onnx.ModelProto, tail: Tail, grid: tuple[int, int]) -> onn
     return changed
 
 
-def set_input(model: onnx.ModelProto, size: tuple[int, int], *, channels_last: bool, kind: int) -> None:
-    """Give a graph, in place, the input `images`, float32 [N, 3, H0, W0], in front of its own input.
-
-    Args:
-        size: (H0, W0).
-        channels_last: whether its own input is [N, H0, W0, 3].
-        kind: its own input's element type.
-    """
-    graph, known = model.graph, _constants(model)
-    own = next(value for value in graph.input if value.name not in known)
+def set_input(model: onnx.ModelProto, own: OwnInput) -> None:
+    """Give a graph, in place, the input `images`, float32 [N, 3, H0, W0], RGB, in front of its own input."""
+    graph = model.graph
     at, nodes = INPUT, []
-    if channels_last:
+    if own.is_bgr:
+        graph.initializer.append(numpy_helper.from_array(np.array([2, 1, 0]), f"{_PREFIX}bgr"))
+        nodes.append(helper.make_node("Gather", [at, f"{_PREFIX}bgr"], [f"{_PREFIX}reversed"], axis=1))
+        at = f"{_PREFIX}reversed"
+    if own.channels_last:
         nodes.append(helper.make_node("Transpose", [at], [f"{_PREFIX}last"], perm=[0, 2, 3, 1]))
         at = f"{_PREFIX}last"
-    nodes.append(helper.make_node("Cast", [at], [own.name], to=kind))
+    nodes.append(helper.make_node("Cast", [at], [_OWN + own.name], to=own.kind))
     old = list(graph.node)
     del graph.node[:], graph.input[:]
     graph.node.extend([*nodes, *old])
-    graph.input.append(helper.make_tensor_value_info(INPUT, TensorProto.FLOAT, ["N", 3, *size]))
+    graph.input.append(helper.make_tensor_value_info(INPUT, TensorProto.FLOAT, ["N", 3, *own.size]))

@@ -80,7 +80,7 @@ class CheckpointOptions(Options):
         str | None,
         Option(
             "How photographs become the input of somebody's classifier: torchvision, timm, ultralytics, stretch, "
-            "keras-torch, keras-tf, raw, or a JSON file of timm or Hugging Face.",
+            "keras-torch, keras-tf, keras-caffe, keras-255, raw, or a JSON file of timm or Hugging Face.",
             default="as the file says",
         ),
     ] = None

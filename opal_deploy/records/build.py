@@ -17,7 +17,7 @@ import numpy as np
 from opal_deploy.artifact.class_map import find_margins
 from opal_deploy.artifact.heads import find_strongest
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import PER_IMAGE, Outputs
+from opal_deploy.artifact.outputs import PER_IMAGE, FloatArray, Outputs
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.decision import NO_DECISION, Decision
 from opal_deploy.records.evidence import SlotEvidence, TopClasses, find_evidence, find_top_classes
@@ -71,7 +71,8 @@ def build_records(
         )
     columns = {name: array.tolist() for name, array in outputs.per_image().items()}
     totals = None if metadata.is_opal or best.totals is None else best.totals[:, 0]
-    margins = None if best.totals is None else find_margins(best.totals)
+    # a runner-up may be right as well
+    margins = None if best.totals is None or metadata.is_multi_label else find_margins(best.totals)
     records = []
     for number, (image, answers, slots) in enumerate(
         zip(images, _build_answers(best, metadata), all_slots, strict=False)
@@ -83,11 +84,18 @@ def build_records(
             schema=RECORD_SCHEMA, image=image.name, status=status, width=image.geometry.width,
             height=image.geometry.height, prediction=answers[0], margin=margin, reason=reason or None,
             top=answers[:top], evidence=slots, **image.fields,
+            labels=_list_labels(outputs.logits[number], metadata) if metadata.is_multi_label else None,
             **({} if totals is None else _describe_rest(float(totals[number]), answers[0], slots, metadata)),
             **{name: values[name] for name in RECORDED_OUTPUTS if name in values},
         )  # fmt: skip
         records.append(record)
     return records
+
+
+def _list_labels(logits: FloatArray, metadata: Metadata) -> tuple[str, ...]:
+    """Return the names of the classes whose logits [C] are above 0, the strongest first."""
+    order = np.argsort(-logits, kind="stable").tolist()
+    return tuple(metadata.class_names[number] for number in order if logits[number] > 0)
 
 
 def class_evidence(

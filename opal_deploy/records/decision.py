@@ -62,6 +62,8 @@ class Threshold:
 def _check_margin(flag: str, path: Path, metadata: Metadata) -> None:
     if metadata.evidence == "none":
         raise UsageError(f"{path}: it has no cosines, so no margin; leave out {flag}")
+    if metadata.is_multi_label:
+        raise UsageError(f"{path}: gives several labels per image, so no margin; leave out {flag}")
 
 
 def _choose_margin(flag: str, path: Path, metadata: Metadata, rate: float) -> Chosen:

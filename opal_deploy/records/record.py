@@ -180,6 +180,13 @@ class Answered(_Image[AnswerStatus], frozen=True, kw_only=True):
     top: Annotated[
         tuple[Answer, ...], Meta(description="The best classes, best first; the first is the prediction.", min_length=1)
     ]
+    labels: Annotated[
+        tuple[str, ...] | None,
+        Meta(
+            description="Models of several labels per image (a sigmoid per class): the classes with a logit above 0, "
+            "a probability over one half; the strongest first. The prediction is the strongest class, listed or not."
+        ),
+    ] = None
     evidence: Annotated[
         tuple[Slot, ...],
         Meta(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import timm
 import torch
@@ -15,6 +16,7 @@ import opal_deploy
 from opal_deploy.artifact.onnx_file import read_metadata
 from opal_deploy.artifact.preprocessing import ResizeRule, from_config
 from opal_deploy.errors import ArtifactError, UsageError
+from opal_deploy.evaluation.calibration import evaluate_calibration
 from opal_deploy.synthetic import example_images
 from tests.cli.calls import check, one_line, read_results
 
@@ -33,7 +35,8 @@ def make(path, tail, *, batch="N", dtype=np.float32, last=False, constants=(), o
         "b": draw(CLASSES),
         "w4": draw(CLASSES, CHANNELS, 1, 1), "gamma": draw(CHANNELS), "beta": draw(CHANNELS),
         "flat": np.array([batch if batch == 1 else -1, CHANNELS]), "cells": np.array([2, 3]), "rows": np.array([1, 2]),
-        "hidden": draw(CHANNELS, CHANNELS), **dict(constants),
+        "hidden": draw(CHANNELS, CHANNELS), "w1": draw(1, CHANNELS), "b1": draw(1), "tokens": np.array([0, 6, 16]),
+        "last": np.array([2]), "step": np.float32(0.1), "z": np.uint8(0), **dict(constants),
     }  # fmt: skip
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     nodes = [("Transpose", ["x"], "first", {"perm": [0, 3, 1, 2]})] if last else []
@@ -48,7 +51,7 @@ def make(path, tail, *, batch="N", dtype=np.float32, last=False, constants=(), o
         [numpy_helper.from_array(value, name) for name, value in values.items() if name in used],
     )  # fmt: skip
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
-    onnx.save(model, path)
+    onnx.save(onnx.shape_inference.infer_shapes(model), path)
     return path
 
 
@@ -78,6 +81,13 @@ TAILS = {
                            ("Gemm", ["v", "w8", "b"], "y", {"transB": 1})],
                           {"constants": {"q": np.arange(-12, 12, dtype=np.int8).reshape(4, 6),
                                          "scale": np.full(4, 0.1, np.float32)}}),
+    "a rounded mean and logits": ([
+        POOL, FLAT, ("QuantizeLinear", ["v", "step", "z"], "vq", {}),
+        ("DequantizeLinear", ["vq", "step", "z"], "vd", {}), ("Gemm", ["vd", "w", "b"], "l", {"transB": 1}),
+        ("QuantizeLinear", ["l", "step", "z"], "yq", {}), ("DequantizeLinear", ["yq", "step", "z"], "y", {})], {}),
+    "a map per class": ([("Conv", ["f", "w4", "b"], "m", {}), ("GlobalAveragePool", ["m"], "y", {})], {}),
+    "tokens": ([("Reshape", ["f", "tokens"], "t", {}), ("ReduceMean", ["t", "last"], "v", {"keepdims": 0}), DENSE], {}),
+    "binary": ([POOL, FLAT, ("Gemm", ["v", "w1", "b1"], "l", {"transB": 1}), ("Sigmoid", ["l"], "y", {})], {}),
 }  # fmt: skip
 
 
@@ -91,14 +101,20 @@ def test_a_classifier_keeps_its_logits_and_its_cells_add_up_to_them(case, tmp_pa
     # a runtime may fuse nodes differently
     assert "logits bit-equal" in lines[-1] or "logits within" in lines[-1]
     metadata = read_metadata(out)
-    assert (metadata.grid, metadata.evidence, metadata.num_classes) == ((4, 4), "regions", CLASSES)
-    assert metadata.head["activation"] == (case if case in ("softmax", "sigmoid") else "none")
+    count = 2 if case == "binary" else CLASSES
+    assert (metadata.grid, metadata.evidence, metadata.num_classes) == ((4, 4), "regions", count)
+    ends = {"softmax": "softmax", "sigmoid": "sigmoid", "binary": "softmax"}
+    assert metadata.head["activation"] == ends.get(case, "none")
+    figures = evaluate_calibration(np.eye(count, dtype=np.float32), np.arange(count), metadata, fit=True)
+    assert ("sigmoid" in figures.fitted.reason) == (case == "sigmoid")
     model = opal_deploy.load(out, threads=1)
     for image in example_images(3, SIZE, SIZE):
         record = model.predict(image).answered
         parts = sum(slot.contribution for slot in record.evidence)
         assert parts + record.rest + record.bias == pytest.approx(record.prediction.logit, abs=1e-9)
         assert record.prediction.class_id == model.predict(image, top=4).top[0].class_id
+        labels = tuple(answer.label for answer in model.predict(image, top=4).top if answer.logit > 0)
+        assert (record.labels, record.margin is None) == ((labels, True) if case == "sigmoid" else (None, False))
 
 
 REFUSED = {
@@ -107,6 +123,8 @@ REFUSED = {
     "an activation (HardSwish)": [POOL, FLAT, ("HardSwish", ["v"], "h", {}),
                                   ("Gemm", ["h", "w", "b"], "y", {"transB": 1})],
     "comes from Relu": [POOL, ("Relu", ["p"], "y", {})],
+    "reads Relu, not the mean": [("Flatten", ["f"], "v", {}), ("Relu", ["v"], "r", {}),
+                                 ("Gemm", ["r", "w", "b"], "y", {"transB": 1})],
     "reads the input": [("Gemm", ["x", "w", "b"], "y", {"transB": 1})],
 }  # fmt: skip
 
@@ -147,6 +165,11 @@ def test_a_hostile_file_is_refused_before_it_runs(tmp_path):
     def huge(changed):
         changed.graph.initializer[0].dims[0] = 1 << 40
 
+    def misfit(changed):
+        changed.graph.initializer.append(numpy_helper.from_array(np.zeros(3, np.float32), "three"))
+        changed.graph.node[-1].input[2] = "three"
+
+    refuse(misfit, ArtifactError, "fit")
     refuse(outside, ArtifactError, "outside its folder")
     refuse(custom, UsageError, "evil.Relu")
     refuse(loop, UsageError, "Loop")
@@ -172,9 +195,29 @@ def test_ultralytics_files_name_their_classes_and_their_preprocessing(tmp_path):
     model = onnx.load(path)
     helper.set_model_props(model, {"author": "Ultralytics", "names": "{0: 'ash', 1: 'birch', 2: 'elm', 3: 'oak'}"})
     onnx.save(model, path)
-    metadata = read_metadata(opal_deploy.export_model(path, threads=1).path)
+    out = opal_deploy.export_model(path, threads=1).path
+    metadata = read_metadata(out)
     assert metadata.class_names == ("ash", "birch", "elm", "oak")
     assert (metadata.resize, metadata.mean) == ("shortest_edge-32-bilinear", (0.0, 0.0, 0.0))
+    before, (image,) = sorted(tmp_path.iterdir()), example_images(1, 60, 90)
+    loaded = opal_deploy.load(path, classes=["a", "b", "c", "d"], threads=1)
+    record, own = (model.predict(image).answered for model in (opal_deploy.load(out, threads=1), loaded))
+    assert (own.evidence, own.prediction.logit, own.rest) == (record.evidence, record.prediction.logit, record.rest)
+    assert (loaded.names[1], sorted(tmp_path.iterdir())) == ("b", before)
+    assert opal_deploy.verify(loaded).passed
+    with pytest.raises(UsageError, match="classes"):
+        opal_deploy.load(out, classes=["a", "b", "c", "d"])
+
+
+def test_a_keras_file_gets_pixels_in_its_own_order_and_range(tmp_path):
+    path = make(tmp_path / "c.onnx", TAILS["channels last"][0], last=True)
+    pixels = example_images(1, SIZE, SIZE)
+    own = onnxruntime.InferenceSession(path)
+    reversed_ = pixels[..., ::-1] - np.array([103.939, 116.779, 123.68])
+    for preset, inputs in {"keras-caffe": reversed_, "keras-255": pixels, "keras-tf": pixels / 127.5 - 1}.items():
+        record = opal_deploy.load(path, preprocess=preset, threads=1).predict(pixels[0]).answered
+        (logits,) = own.run(None, {"x": inputs.astype(np.float32)})
+        assert record.prediction.logit == pytest.approx(logits.max(), rel=1e-5)
 
 
 def test_a_state_dict_a_module_and_the_command_give_the_same_records(tmp_path, opal):
@@ -224,5 +267,9 @@ def test_hugging_face_and_timm_configurations_are_read():
     assert str(from_config(vit).rule) == "squash-bilinear"
     resnet = {**vit, "size": {"shortest_edge": 256}, "do_center_crop": True, "crop_size": {"height": 224}}
     assert (str(from_config(resnet).rule), from_config(resnet).size) == ("shortest_edge-256-bilinear", 224)
-    convnext = {**vit, "size": {"shortest_edge": 224}, "crop_pct": 0.875, "resample": 3}
-    assert (str(from_config(convnext).rule), from_config(convnext).size) == ("shortest_edge-256-bicubic", 224)
+    for size in ({"shortest_edge": 224}, 224):
+        convnext = {**vit, "size": size, "crop_pct": 0.875, "resample": 3}
+        assert (str(from_config(convnext).rule), from_config(convnext).size) == ("shortest_edge-256-bicubic", 224)
+    assert str(from_config({**convnext, "size": 384}).rule) == "squash-bicubic"
+    with pytest.raises(ValueError, match="resample"):
+        from_config({**vit, "resample": 0})
