@@ -28,12 +28,16 @@ RUNTIMES_INSTALLED := $(RUNTIMES_VENV)/.installed
 CABRNET_VENV := .venv-cabrnet
 CABRNET_INSTALLED := $(CABRNET_VENV)/.installed
 
+# libraries whose classifiers are exported and explained as they are; everything else comes from .venv
+CLASSIFIERS_VENV := .venv-classifiers
+CLASSIFIERS_INSTALLED := $(CLASSIFIERS_VENV)/.installed
+
 # ONNX Runtime Web, which `export --web` copies and tests run in Chromium, axe, which looks for what keeps people with
 # disabilities from using a page, and pyright, which checks types as many editors do
 ORT_WEB := .ort-web
 ORT_WEB_INSTALLED := $(ORT_WEB)/.installed
 
-.PHONY: help demo quick-model triton-venv gpu-stubs-venv ort-web test test-runtimes test-cabrnet test-all test-image test-image-gpu tutorial dist check docs format clean
+.PHONY: help demo quick-model triton-venv gpu-stubs-venv ort-web test test-runtimes test-cabrnet test-classifiers test-all test-image test-image-gpu tutorial dist check docs format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -44,6 +48,7 @@ help:
 	@echo "make gpu-stubs-venv  onnxruntime-gpu for the tests over stub CUDA libraries (Linux on x86_64; 400 MB)"
 	@echo "make ort-web   ONNX Runtime Web, axe and pyright by npm, for tests (200 MB)"
 	@echo "make test-cabrnet   exported PIP-Net and ProtoPNet files, compared with CaBRNet itself (5 minutes)"
+	@echo "make test-classifiers  classifiers of torchvision, timm, Ultralytics, Keras and Hugging Face (2 GB; 20 minutes)"
 	@echo "make test-runtimes  exported files in ten runtimes, compared with the table in the documentation (8 minutes)"
 	@echo "make test-all  the slow tests too"
 	@echo "make check     ruff, mypy, import-linter, the length of the documentation, and the size of the code"
@@ -116,6 +121,22 @@ $(CABRNET_INSTALLED): $(INSTALLED)
 test-cabrnet: $(CABRNET_INSTALLED)
 	PYTHONPATH=. OMP_NUM_THREADS=2 $(CABRNET_VENV)/bin/python tests/cabrnet/compare.py
 
+# optimum needs an older transformers, and both an older huggingface_hub
+$(CLASSIFIERS_INSTALLED): $(INSTALLED)
+	@$(BIN)/python -m venv --clear --without-pip $(CLASSIFIERS_VENV)
+	@echo "Installing Ultralytics, TensorFlow and Hugging Face's libraries into $(CLASSIFIERS_VENV) (2 GB)"
+	@$(BIN)/python -m pip --python $(CLASSIFIERS_VENV)/bin/python install --quiet --disable-pip-version-check --no-deps \
+	  ultralytics ultralytics-thop onnxslim opencv-python-headless polars polars-runtime-32 \
+	  tensorflow-cpu keras tf2onnx absl-py astunparse gast google-pasta grpcio h5py libclang namex optree opt_einsum \
+	  termcolor wrapt optimum-onnx==0.1.0 'optimum~=2.1.0' 'transformers<4.58' 'tokenizers<0.23' 'huggingface-hub<1' regex
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > "$$($(CLASSIFIERS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	@touch $@
+
+# ARGUMENTS: names of networks instead of all
+test-classifiers: $(CLASSIFIERS_INSTALLED)
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(CLASSIFIERS_VENV)/bin/python tools/classifier_table.py --check $(ARGUMENTS)
+
 $(ORT_WEB_INSTALLED): opal_deploy/web/site.py Makefile | $(INSTALLED)
 	@npm install --silent --no-audit --no-fund --no-save --prefix $(ORT_WEB) \
 	  "$$($(BIN)/python -c 'from opal_deploy.web.site import ORT_WEB; print(ORT_WEB)')" axe-core@4.11.0 \
@@ -139,7 +160,7 @@ test: $(INSTALLED)
 test-all: $(INSTALLED) $(TRITON_INSTALLED) $(ORT_WEB_INSTALLED) $(GPU_STUBS_INSTALLED)
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" --ignore tests/gpu_stubs
 	$(GPU_STUBS_VENV)/bin/python -m pytest tests/gpu_stubs
-	@$(MAKE) --no-print-directory test-runtimes test-cabrnet
+	@$(MAKE) --no-print-directory test-runtimes test-cabrnet test-classifiers
 	@if command -v buildah debootstrap >/dev/null; then $(MAKE) --no-print-directory test-image test-image-gpu; \
 	else echo "Left out: test-image and test-image-gpu, which need buildah and debootstrap"; fi
 
