@@ -100,6 +100,12 @@ const evidence = (() => {
       const values = [sum(record.evidence), record.prediction.logit, record.rest, record.bias].map(number);
       sentences.push(`The parts listed add ${values[0]} to the logit ${values[1]}, everything else ${values[2]}, the class's bias ${values[3]}.`);
     }
+    const { labels } = record, more = (labels?.length ?? 0) - WORDS.named;
+    if (labels) {
+      const listed = [...labels.slice(0, WORDS.named), ...(more > 0 ? [`${more} more`] : [])];
+      sentences.push(labels.length > 1 ? `One of ${labels.length} labels: ${join(listed)}.`
+        : labels.length ? "The only label." : "No label is likelier than not.");
+    }
     if (margin !== null && top.length > 1) {
       const start = margin < WORDS.close && !shared ? "Close call: the" : "The", runnerUp = top[1].label;
       let text = `${start} runner-up, ${runnerUp}, is ${number(Math.abs(margin))} ${margin >= 0 ? "behind" : "ahead"}`;
