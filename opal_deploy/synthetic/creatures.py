@@ -67,17 +67,11 @@ MAX_SPECIES = len(_SPECIES)
 
 @dataclass(frozen=True)
 class Species:
-    """One class of creature.
+    """One class of creature."""
 
-    Attributes:
-        name: a lower-case word; the folder in a data set has the same name.
-        variants: the variant of every part of `VARIANTS`, by the part's name.
-        distinguishing: the parts whose variant differs from that of more than two thirds of the other species that
-            `list_species` returned.
-    """
-
-    name: str
-    variants: Mapping[str, str]
+    name: str  # a lower-case word, and the folder in a data set
+    variants: Mapping[str, str]  # of every part of `VARIANTS`
+    # parts whose variant differs from that of more than two thirds of the other species that `list_species` returned
     distinguishing: frozenset[str]
 
 
@@ -103,36 +97,22 @@ def list_species(count: int) -> tuple[Species, ...]:
 
 @dataclass(frozen=True)
 class PartBox:
-    """The place of one part of a creature in pixels; pixel (x, y) covers [x, x + 1] x [y, y + 1].
-
-    Attributes:
-        variant: the part's variant.
-        box: (x0, y0, x1, y1), tight around the part's pixels, even if the part is hidden.
-        centre: (x, y) of the centre of gravity of the part's outlines.
-        distinguishing: see `Species.distinguishing`.
-        visible: False only for a part hidden by `draw_creature`.
-    """
+    """The place of one part of a creature in pixels; pixel (x, y) covers [x, x + 1] x [y, y + 1]."""
 
     variant: str
-    box: tuple[float, float, float, float]
-    centre: tuple[float, float]
-    distinguishing: bool
-    visible: bool
+    box: tuple[float, float, float, float]  # (x0, y0, x1, y1), tight around the part's pixels, even of a hidden part
+    centre: tuple[float, float]  # (x, y) of the centre of gravity of the part's outlines
+    distinguishing: bool  # see `Species`
+    visible: bool  # False only for a part hidden by `draw_creature`
 
 
 @dataclass(frozen=True)
 class Creature:
-    """A drawn creature.
+    """A drawn creature."""
 
-    Attributes:
-        image: uint8 [H, W, 3], RGB.
-        parts: the place of every part, by name.
-        foreground: bool [H, W], True where the creature covers at least half of the pixel.
-    """
-
-    image: NDArray[np.uint8]
-    parts: dict[str, PartBox]
-    foreground: NDArray[np.bool_]
+    image: NDArray[np.uint8]  # [H, W, 3], RGB
+    parts: dict[str, PartBox]  # the place of every part
+    foreground: NDArray[np.bool_]  # [H, W], True where the creature covers at least half of the pixel
 
 
 @dataclass(frozen=True)

@@ -29,37 +29,19 @@ _SCHEMA = 1
 
 @dataclass(frozen=True)
 class Annotation:
-    """The annotation of one image.
+    """The annotation of one image."""
 
-    Attributes:
-        image: the image's path relative to the data set's folder, with forward slashes.
-        species: the name of the class.
-        width, height: in pixels.
-        parts: the place of every part in pixels, by name.
-        runs: the foreground mask, row by row, as lengths of alternating runs; the first run is background (0 if the
-            first pixel is foreground).
-    """
-
-    image: str
-    species: str
+    image: str  # the path relative to the data set's folder, with forward slashes
+    species: str  # the name of the class
     width: int
     height: int
-    parts: dict[str, PartBox]
-    runs: tuple[int, ...]
+    parts: dict[str, PartBox]  # the place of every part, by name
+    runs: tuple[int, ...]  # the foreground mask, see `encode_runs`
 
     def foreground(self) -> NDArray[np.bool_]:
         """Return the mask of the creature: bool [H, W]."""
         values = np.arange(len(self.runs)) % 2 == 1
         return np.repeat(values, self.runs).reshape(self.height, self.width)
-
-
-@dataclass(frozen=True)
-class DatasetSummary:
-    """The data set that `generate_dataset` wrote: its folder, the species by class id, and images per split."""
-
-    root: Path
-    classes: tuple[str, ...]
-    images: dict[str, int]
 
 
 def generate_dataset(
@@ -72,8 +54,8 @@ def generate_dataset(
     size: tuple[int, int] = (160, 160),
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
-) -> DatasetSummary:
-    """Draw a data set into a new or empty folder.
+) -> list[str]:
+    """Draw a data set into a new or empty folder, and return the names of its classes by class id.
 
     An image depends only on (seed, split, class id, number in the class), not on the number of images.
 
@@ -82,7 +64,6 @@ def generate_dataset(
         num_species: the number of classes, 2 ... `MAX_SPECIES`.
         train_per_class, val_per_class, test_per_class: images per class; 0 leaves the split out.
         size: (H, W) of every image in pixels, each at least 32.
-        seed: at least 0.
         progress: called with (images written, all images) after each.
 
     Raises:
@@ -110,8 +91,7 @@ def generate_dataset(
         if progress is not None:
             progress(done, len(jobs))
     (out / PARTS_FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    totals = {split: count * num_species for split, count in counts.items() if count}
-    return DatasetSummary(out, tuple(kind.name for kind in kinds), totals)
+    return [kind.name for kind in kinds]
 
 
 def encode_runs(mask: NDArray[np.bool_]) -> tuple[int, ...]:

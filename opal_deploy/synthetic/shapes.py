@@ -182,11 +182,9 @@ def premultiply(paint: Color, alpha: int = 255) -> tuple[int, int, int, int]:
 
 
 def composite(layer: Image.Image) -> tuple[tuple[slice, slice], NDArray[np.float32], NDArray[np.float32]]:
-    """Reduce the painted region of a layer to the image's size.
+    """Return a layer's painted region at the image's size, as rows and columns, colour and alpha.
 
-    Returns:
-        The region's rows and columns; colour times alpha, float32 [h, w, 3], 0 ... 255; and alpha, float32 [h, w, 1],
-        0 ... 1.
+    The colour is multiplied by alpha, float32 [h, w, 3], 0 ... 255; alpha is float32 [h, w, 1], 0 ... 1.
     """
     small = layer.reduce(SUPERSAMPLING)
     box = small.getbbox() or (0, 0, 1, 1)
@@ -195,15 +193,9 @@ def composite(layer: Image.Image) -> tuple[tuple[slice, slice], NDArray[np.float
 
 
 def draw_background(rng: Rng, size: tuple[int, int]) -> NDArray[np.uint8]:
-    """Draw a scene without a creature.
+    """Draw a scene of `size` = (H, W) without a creature, uint8 [H, W, 3], RGB.
 
-    Args:
-        rng: the source of the scene; it advances by draws that depend only on itself.
-        size: (H, W) in pixels.
-
-    Returns:
-        uint8 [H, W, 3], RGB: a gradient with soft colour noise, then hills, blades or drops, muted so that a creature
-        stands out.
+    Hills, blades or drops on a gradient with soft colour noise, muted so that a creature stands out.
     """
     height, width = size
     side = min(size)
@@ -238,10 +230,8 @@ def _muted_color(rng: Rng, hue: float, alpha: tuple[int, int]) -> tuple[int, int
 def _draw_hills(pen: Pen, rng: Rng, end: tuple[int, int], side: int, hue: float) -> None:
     x = np.linspace(0, end[0], 24)
     for level in np.sort(rng.uniform(0.55, 0.95, int(rng.integers(1, 4)))):
-        waves = (
-            np.sin(x / side * rng.uniform(3, 8) + rng.uniform(0, 7))
-            + np.sin(x / side * rng.uniform(8, 15) + rng.uniform(0, 7)) / 3
-        )
+        waves = np.sin(x / side * rng.uniform(3, 8) + rng.uniform(0, 7))
+        waves += np.sin(x / side * rng.uniform(8, 15) + rng.uniform(0, 7)) / 3
         y = level * end[1] + side * rng.uniform(0.02, 0.08) * waves
         outline = np.concatenate([np.stack([x, y], axis=1), [[end[0], end[1]], [0, end[1]]]])
         pen.polygon(outline.ravel().tolist(), fill=_muted_color(rng, hue, (120, 220)))

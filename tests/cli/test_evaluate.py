@@ -174,11 +174,10 @@ def test_logits_that_are_not_finite_are_refused(folder, linear, metrics, tmp_pat
 def test_the_generated_set_has_parts_and_foreground(metrics, lines, tmp_path, opal, exact_model):
     from opal_deploy.synthetic import generate_dataset
 
-    data = generate_dataset(
-        tmp_path / "data", num_species=4, train_per_class=1, val_per_class=1, test_per_class=3, size=(96, 96)
-    )
-    path = _rename(exact_model.with_suffix(".pt"), tmp_path / "model.pt", list(data.classes))
-    document = metrics(data.root, path, faithfulness=True, limit=2)
+    data = tmp_path / "data"
+    classes = generate_dataset(data, num_species=4, train_per_class=1, val_per_class=1, test_per_class=3, size=(96, 96))
+    path = _rename(exact_model.with_suffix(".pt"), tmp_path / "model.pt", classes)
+    document = metrics(data, path, faithfulness=True, limit=2)
 
     assert "random cells of the creature" in document["faithfulness"]["random_control"]
     # random weights predict at least one of twelve correctly here
@@ -187,8 +186,8 @@ def test_the_generated_set_has_parts_and_foreground(metrics, lines, tmp_path, op
 
     # the report and inspect say what was measured, once it is recorded in the model
     options = ("--explain", "--out", tmp_path / "explained", "--no-isolate")
-    assert "pointing_game" not in metrics(data.root, path, parts=False, record=True)
+    assert "pointing_game" not in metrics(data, path, parts=False, record=True)
     line = "not measured (no boxes, masks or parts)"
-    assert opal("infer", data.root / "test/bimlu", "--model", path, *options).returncode == 0
+    assert opal("infer", data / "test/bimlu", "--model", path, *options).returncode == 0
     assert line in (tmp_path / "explained" / "report.html").read_text()
     assert line in opal("inspect", path).stdout

@@ -30,9 +30,9 @@ def folder(opal, tmp_path_factory):
     """`model.pt` with neighbours and baseline by `evaluate --record`, `model.onnx`; `in`: creatures and noise."""
     folder = tmp_path_factory.mktemp("unknown")
     counts = {"train_per_class": 8, "val_per_class": 10, "test_per_class": 3}
-    data = generate_dataset(folder / "data", num_species=3, size=(64, 64), **counts)
+    classes = generate_dataset(folder / "data", num_species=3, size=(64, 64), **counts)
     network = build_random_network(3, HeadConfig(prototypes_per_class=2), (64, 64), stride=8)
-    save(folder / "model.pt", Checkpoint(network, list(data.classes)))
+    save(folder / "model.pt", Checkpoint(network, classes))
     check(opal("evaluate", folder / "data", "--model", folder / "model.pt", "--split", "val", "--record", *CPU))
     check(opal("export", folder / "model.pt", "--threads", "1"))
     (folder / "in").mkdir()

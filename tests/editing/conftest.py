@@ -17,12 +17,12 @@ from tests.builders import build_random_network
 def files(tmp_path_factory):
     """A folder with `data`, `model.pt` of its classes, that answers some images right, and `model.onnx`."""
     folder = tmp_path_factory.mktemp("edit")
-    data = generate_dataset(
+    classes = generate_dataset(
         folder / "data", num_species=3, train_per_class=1, val_per_class=17, test_per_class=1, size=(64, 64)
     )
     network = build_random_network(3, HeadConfig(prototypes_per_class=3), (64, 64), stride=8)
     _train(network, read_dataset(folder / "data").val)
-    save(folder / "model.pt", Checkpoint(network, list(data.classes)))
+    save(folder / "model.pt", Checkpoint(network, classes))
     export_model(folder / "model.pt", threads=1, log=print)
     return folder
 

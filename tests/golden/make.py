@@ -66,12 +66,12 @@ def opal(folder: Path, *arguments: str) -> None:
 def make_models(folder: Path) -> None:
     """Write a checkpoint with neighbours, calibration and baseline, its exports, and the sidecar of an engine."""
     counts = {"train_per_class": 8, "val_per_class": 10, "test_per_class": 1}
-    data = generate_dataset(folder / "data", num_species=3, size=(SIDE, SIDE), **counts)
+    classes = generate_dataset(folder / "data", num_species=3, size=(SIDE, SIDE), **counts)
     torch.manual_seed(0)
     head = HeadConfig(prototypes_per_class=2)
     network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", 3, (SIDE, SIDE), head, stride=8))
     update_batch_norms(network, example_images(32, SIDE, SIDE))
-    save(folder / "model.pt", Checkpoint(network, list(data.classes)))
+    save(folder / "model.pt", Checkpoint(network, classes))
     opal(folder, "evaluate", "data", "--model", "model.pt", "--split", "val", "--record", *CPU)
     for precision in ("fp32", "fp16", "bf16", "int8"):
         calibrate = ("--calibrate", "data") if precision == "int8" else ()

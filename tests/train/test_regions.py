@@ -75,7 +75,7 @@ def test_only_the_labelled_classs_slots_pay_for_their_maximum_in_the_region():
 def test_a_run_says_what_the_regions_got(opal, tmp_path):
     data, run = tmp_path / "data", tmp_path / "run"
     species = generate_dataset(data, num_species=2, train_per_class=6, val_per_class=2, test_per_class=0, size=(64, 64))
-    stamped = sorted((data / "train" / species.classes[1]).iterdir())
+    stamped = sorted((data / "train" / species[1]).iterdir())
     images = [{"id": i, "file_name": str(path.relative_to(data))} for i, path in enumerate(stamped)]
     boxes = [{"id": i, "image_id": i, "bbox": [50, 50, 10, 10]} for i in range(len(stamped))]
     (data / "stamps.json").write_text(json.dumps({"images": images, "annotations": boxes}))

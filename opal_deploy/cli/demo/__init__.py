@@ -92,8 +92,8 @@ class _Demo:
         folder = self.out / "data"
         print_message(f"Drawing creatures into {folder}")
         with progress("drawing") as advance:
-            dataset = generate_dataset(folder, **settings, progress=advance)
-        print_message(f"{sum(dataset.images.values())} images of {len(dataset.classes)} species")
+            species = generate_dataset(folder, **settings, progress=advance)
+        print_message(f"{len([*folder.glob('*/*/*.png')])} images of {len(species)} species")
         return folder
 
     def run(self, *arguments: object) -> None:
