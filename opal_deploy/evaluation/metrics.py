@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from opal_deploy.artifact.class_map import ClassMap, find_margins
+from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.outputs import find_largest
 from opal_deploy.datasets.samples import describe_never_predicted
 
@@ -83,17 +83,6 @@ def format_columns(rows: list[list[str]]) -> Iterator[str]:
         yield "  ".join([row[0].ljust(widths[0]), *numbers]).rstrip()
 
 
-def margins(logits: NDArray[np.float32], values: NDArray[np.float64], class_map: ClassMap) -> NDArray[np.float64]:
-    """Return the predicted class's total minus the total of the runner-up by logit, float64 [N].
-
-    Args:
-        logits: [N, C], C at least 2.
-        values: [N, K], see `heads.find_values`.
-    """
-    best = find_largest(logits, 2)
-    return find_margins(class_map.totals(class_map.take(values, best), best))
-
-
 def collapse_of_cells(cells: NDArray[np.int32], labels: NDArray[np.int64], class_map: ClassMap) -> NDArray[np.float64]:
     """Return the spatial prototype collapse of each image (paper, Supp. D.1), float64 [N], 0 ... 1.
 
@@ -123,7 +112,7 @@ def summarize_risk(margins: ArrayLike, correct: ArrayLike) -> dict[str, Any]:
     the strictest threshold for each tenth of coverage.
 
     Args:
-        margins: [N], finite; see `margins`.
+        margins: [N], finite; the predicted class's total minus that of the runner-up by logit.
         correct: bool [N], whether the prediction is the label.
     """
     sizes = np.asarray(margins, np.float64)
@@ -178,7 +167,7 @@ def compute_metrics(
         logits: [N, C], N at least 1.
         labels: [N], class indices.
         collapse: [N], see `collapse_of_cells`; None for a network without slots.
-        margins: [N], see `metrics.margins`; None for a network without anchors.
+        margins: [N], see `summarize_risk`; None for a network without anchors.
     """
     from scipy.special import log_softmax
     from sklearn.metrics import f1_score

@@ -60,13 +60,13 @@ def train_model(data: StrPath, options: Mapping[str, Any]) -> TrainResult:
     if resolved.weights_name is not None and resolved.start_from is None:
         check_weights(resolved.backbone, resolved.weights_name)
 
-    def needs_validation(found: DataSet) -> bool:
+    def needs_validation(images: DataSet) -> bool:
         new_classes = False
         if resolved.start_from is not None:
             from opal_deploy.model import checkpoint
 
-            new_classes = checkpoint.load(Path(resolved.start_from)).class_names != found.class_names
-        return not resolved.validates_out_of_fold(len(found.train), new_classes=new_classes)
+            new_classes = checkpoint.load(Path(resolved.start_from)).class_names != images.class_names
+        return not resolved.validates_out_of_fold(len(images.train), new_classes=new_classes)
 
     labelled = read_dataset(
         root, resolved.dataset, needs_validation=needs_validation, progress=as_progress(resolved.progress)

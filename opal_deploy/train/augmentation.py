@@ -28,18 +28,10 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
 # the authors' sizes for an input of 224 pixels; other inputs scale them
-_REFERENCE_SIZE = 224
-_RESIZE_SIZE = 232
-_CROP_SIZE = 228
-_MAX_TRANSLATE = 16.0
-
-_MAX_SHEAR = 0.5
-_MAX_ROTATE = 60.0
-_MAX_LIGHT_CHANGE = 0.5
-_MAX_COLOR_CHANGE = 0.02
-_AREA_RANGE = (0.95, 1.0)
-_ASPECT_RANGE = (3 / 4, 4 / 3)
-_CROP_ATTEMPTS = 10
+_REFERENCE_SIZE, _RESIZE_SIZE, _CROP_SIZE, _MAX_TRANSLATE = 224, 232, 228, 16.0
+# shear as a tangent, rotation in degrees, changes of brightness, contrast and sharpness, and of saturation, as shares
+_MAX_SHEAR, _MAX_ROTATE, _MAX_LIGHT_CHANGE, _MAX_COLOR_CHANGE = 0.5, 60.0, 0.5, 0.02
+_AREA_RANGE, _ASPECT_RANGE, _CROP_ATTEMPTS = (0.95, 1.0), (3 / 4, 4 / 3), 10
 _NUM_STRENGTHS = 31
 
 # random erasing: how often, the rectangle's share of the image, and its height over its width
@@ -111,9 +103,7 @@ def sample_geometric(
 ) -> Callable[[Image.Image], Image.Image]:
     """Draw one of identity, shear (up to 0.5), translation (up to `max_shift` = (x, y) pixels), rotation (up to 60°).
 
-    Returns:
-        Applies it. Uncovered corners are black and pixels are moved by nearest neighbour, as in torchvision's
-        TrivialAugment.
+    The function returned applies it: by nearest neighbour with black corners, as torchvision's TrivialAugment does.
     """
     choice = int(rng.integers(6))
     if choice == 0:
@@ -134,11 +124,9 @@ def apply_photometric(image: Image.Image, rng: np.random.Generator) -> Image.Ima
     """Apply identity, brightness, contrast, sharpness, color, posterize (to 8 ... 2 bits), autocontrast, equalize."""
     choice = int(rng.integers(8))
     adjusted: Image.Image = image
-    if choice in (1, 2, 3):
-        adjust = (F.adjust_brightness, F.adjust_contrast, F.adjust_sharpness)[choice - 1]
-        adjusted = adjust(image, 1.0 + _sample_signed(rng, _MAX_LIGHT_CHANGE))
-    elif choice == 4:
-        adjusted = F.adjust_saturation(image, 1.0 + _sample_signed(rng, _MAX_COLOR_CHANGE))
+    if choice in (1, 2, 3, 4):
+        adjust = (F.adjust_brightness, F.adjust_contrast, F.adjust_sharpness, F.adjust_saturation)[choice - 1]
+        adjusted = adjust(image, 1.0 + _sample_signed(rng, _MAX_COLOR_CHANGE if choice == 4 else _MAX_LIGHT_CHANGE))
     elif choice == 5:
         adjusted = F.posterize(image, 8 - round(_sample_strength(rng, 6.0)))
     elif choice == 6:
@@ -149,10 +137,7 @@ def apply_photometric(image: Image.Image, rng: np.random.Generator) -> Image.Ima
 
 
 def sample_resized_crop(image: Image.Image, rng: np.random.Generator) -> tuple[int, int, int, int]:
-    """Draw a crop (top, left, rows, cols) as torchvision's RandomResizedCrop does.
-
-    At 95 % of the area most aspect ratios do not fit; after ten failed draws the whole image is taken.
-    """
+    """Draw a crop (top, left, rows, cols) as torchvision's RandomResizedCrop; the whole image after ten failures."""
     width, height = image.size
     # for inputs that are not square, ratios are relative to the image's own
     low, high = (math.log(ratio * width / height) for ratio in _ASPECT_RANGE)

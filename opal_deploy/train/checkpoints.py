@@ -15,24 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from opal_deploy.artifact.baseline import Baseline
-from opal_deploy.artifact.class_map import ClassMap
+from opal_deploy.artifact.class_map import find_margins
 from opal_deploy.artifact.files import write_json
 from opal_deploy.artifact.measurements import Calibration, ReceptiveField
 from opal_deploy.artifact.opal_head import embedding
-from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.artifact.outputs import Outputs, find_largest
 from opal_deploy.artifact.patches import Patches
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.evaluation.calibration import calibrate
 from opal_deploy.evaluation.cells import measure_receptive_field
-from opal_deploy.evaluation.metrics import (
-    ClassCounts,
-    Evaluation,
-    collapse_of_cells,
-    compute_metrics,
-    count_by_class,
-    margins,
-)
+from opal_deploy.evaluation.metrics import ClassCounts, Evaluation, collapse_of_cells, compute_metrics, count_by_class
 from opal_deploy.evaluation.patches import MAX_IMAGES, cut_patches
 from opal_deploy.evaluation.record import baseline_of, measure_baseline, pool_features
 from opal_deploy.evaluation.session import choose_samples, photographs
@@ -48,7 +41,7 @@ from opal_deploy.runtime.torch_session import TorchSession, to_outputs
 from opal_deploy.train import machine
 from opal_deploy.train.images import Batches, Loaders, normalize
 from opal_deploy.train.network import Run
-from opal_deploy.train.out_of_fold import OutOfFold, TrainingOutputs
+from opal_deploy.train.out_of_fold import OutOfFold, TrainingOutputs, choose_neighbours
 from opal_deploy.train.run_directory import (
     RESUME_ADVICE,
     EpochRecord,
@@ -68,34 +61,29 @@ class LabelledOutputs(NamedTuple):
 
     logits: NDArray[np.float32]  # [n, C]
     labels: NDArray[np.int64]  # [n]
-    # [n, m], of the labelled class's slots, as those of all slots would be gigabytes; None for a network without slots
-    cells: NDArray[np.int32] | None
-    margins: NDArray[np.float64] | None  # [n], see `metrics.margins`; None for a network without anchors
+    collapse: NDArray[np.float64] | None  # [n], of the label's slots; None for a network without slots
+    margins: NDArray[np.float64] | None  # [n], of the two best classes; None for a network without anchors
 
     @staticmethod
     def of(outputs: Outputs, labels: NDArray[np.int64], config: NetworkConfig) -> LabelledOutputs:
-        """Return what metrics need of a network's outputs for n images."""
-        class_map, cells, top2_margins = config.class_map, None, None
+        """Return the metrics' inputs for n images from a network's outputs."""
+        class_map, collapse, margins = config.class_map, None, None
         if outputs.argmax is not None:
-            cells = class_map.take(outputs.argmax, labels)
+            collapse = collapse_of_cells(class_map.take(outputs.argmax, labels), labels, class_map)
         if outputs.scores is not None:
-            top2_margins = margins(outputs.logits, embedding(outputs.scores, config.head.epsilon), class_map)
-        return LabelledOutputs(outputs.logits, labels, cells, top2_margins)
+            values, best = embedding(outputs.scores, config.head.epsilon), find_largest(outputs.logits, 2)
+            margins = find_margins(class_map.totals(class_map.take(values, best), best))
+        return LabelledOutputs(outputs.logits, labels, collapse, margins)
 
-    def compute_metrics(self, class_map: ClassMap, scale: float = 1.0) -> Evaluation:
-        """Return the metrics over all images of a network with this map, the loss of logits times `scale`."""
-        collapse = None if self.cells is None else collapse_of_cells(self.cells, self.labels, class_map)
-        return compute_metrics(np.float32(scale) * self.logits, self.labels, collapse, self.margins)
+    def compute_metrics(self, scale: float = 1.0) -> Evaluation:
+        """Return the metrics over all images, the loss of logits times `scale`."""
+        return compute_metrics(np.float32(scale) * self.logits, self.labels, self.collapse, self.margins)
 
 
 def predict(
-    network: OpalNetwork,
-    batches: Batches,
-    fabric: Fabric | None = None,
-    *,
-    lower_precision: bool = False,
+    network: OpalNetwork, batches: Batches, fabric: Fabric | None = None, *, lower_precision: bool = False,
     progress: Progress = no_progress,
-) -> LabelledOutputs:
+) -> LabelledOutputs:  # fmt: skip
     """Return the outputs of all batches, at least one, computed on the device of the network in evaluation mode.
 
     They are those of all processes of `fabric`; None is this one. With `lower_precision` the backbone computes in the
@@ -106,8 +94,7 @@ def predict(
     """
     network.eval()
     device, config = next(network.parameters()).device, network.config
-    parts: list[LabelledOutputs] = []
-    done = 0
+    parts, done = list[LabelledOutputs](), 0
     with torch.inference_mode():
         for images, labels in batches:
             inputs = normalize(images.to(device, non_blocking=True), config.mean, config.std)
@@ -182,26 +169,24 @@ class RunWriter:
     measured: tuple[int, Measurements] | None = None
 
     def measure(
-        self, epoch: int, answers: OutOfFold | None = None, training: TrainingOutputs | None = None
-    ) -> Measurements:
+        self, epoch: int, outputs: LabelledOutputs | None = None, answers: OutOfFold | None = None,
+        training: TrainingOutputs | None = None,
+    ) -> Measurements:  # fmt: skip
         """Measure the network as it is, the weights of an epoch, on all images but the test images.
 
-        Args:
-            epoch: 0 for a fitted head.
-            answers: out of fold, of a network whose head was fitted to all training images; they stand in for answers
-                to validation images.
-            training: the network's outputs for training images, where they are known.
+        `outputs` are those for the validation images, in float32, and `training` those for training images, where they
+        are known. Out-of-fold `answers` stand in for validation images where the head was fitted to all images.
         """
-        run, config, class_map = self.run, self.network.config, self.network.config.class_map
+        run = self.run
         # measuring must not change the run's random numbers
         with torch.random.fork_rng([run.fabric.device] if run.fabric.device.type == "cuda" else []):
             machine.set_tf32(enabled=False)
             if answers is not None:
-                outputs = LabelledOutputs.of(answers.outputs, answers.labels, config)
-            else:
+                outputs = LabelledOutputs.of(answers.outputs, answers.labels, self.network.config)
+            elif outputs is None:
                 assert self.loaders.val is not None  # without out-of-fold answers
                 outputs = predict(self.network, self.loaders.val, run.fabric, progress=run.progress)
-            val, calibration = outputs.compute_metrics(class_map), calibrate(outputs.logits, outputs.labels)
+            val, calibration = outputs.compute_metrics(), calibrate(outputs.logits, outputs.labels)
             if answers is not None:
                 calibration = replace(calibration, split="out-of-fold")
             # only the process that writes them measures them, on a bounded number of images
@@ -222,8 +207,7 @@ class RunWriter:
             right = (outputs.logits.argmax(axis=1) == outputs.labels)[~copied]
             others = WithoutCopies(len(right), float(right.mean()))
         classes = count_by_class(outputs.logits, outputs.labels, run.data.class_names)
-        metrics = outputs.compute_metrics(self.network.config.class_map)
-        return replace(measured, test=metrics, without_copies=others, classes=classes)
+        return replace(measured, test=outputs.compute_metrics(), without_copies=others, classes=classes)
 
     def _measure_evidence(self, answers: OutOfFold | None, training: TrainingOutputs | None) -> dict[str, Any]:
         """Return the receptive field, neighbours, baseline and patches."""
@@ -256,10 +240,9 @@ class RunWriter:
         assert state.best is not None  # called after an epoch
         epoch, network = state.best[0], self.network
         network.load_state_dict(state.best_weights or {})
-        if self.measured is None or self.measured[0] != epoch:
-            self.measure(epoch)
-        assert self.measured is not None
-        measured = self.measured[1]
+        known, measured = self.measured or (None, None)
+        if measured is None or known != epoch:
+            measured = self.measure(epoch)
         if is_last and measured.test is None and self.loaders.test is not None:
             measured = self._measure_test(self.loaders.test, measured)
             self.measured = epoch, measured
@@ -327,13 +310,9 @@ def answer_training_images(
 ) -> TrainingOutputs:
     """Return the outputs of a network, whose evidence is single cells, for up to 4,000 images, or five per class.
 
-    Args:
-        network: left in evaluation mode; computes on its device.
-        samples: the training images, which are not augmented.
-        background: out-of-distribution images; none, or 5 to 2,000.
+    The network is left in evaluation mode. Images are not augmented; `background` has none, or 5 to 2,000.
     """
     config, device = network.config, next(network.eval().parameters()).device
-    most = max_images(config.num_classes)
 
     def run(pixels: NDArray[np.uint8]) -> tuple[Outputs, Tensor]:
         inputs = torch.from_numpy(normalise(pixels, config.mean, config.std)).to(device)
@@ -342,18 +321,13 @@ def answer_training_images(
             outputs = network.head.explain(network.head.project(features))
         return to_outputs(outputs), features.mean((2, 3)).cpu()
 
-    positions = choose_samples(samples, max(MAX_IMAGES, most))
+    positions = choose_samples(samples, max(MAX_IMAGES, max_images(config.num_classes)))
     batches = photographs(
         run, samples, config.input_size, chosen=positions, progress=progress, note="answering training images"
     )
     outputs, pooled = zip(*(images.outputs for images in batches), strict=True)
-    shown = [samples[position] for position in positions]
-    kept = choose_samples(shown, most)
-    labels = torch.tensor([shown[index].label for index in kept])
-    # of inference mode, whose tensors a module cannot keep
-    features = torch.cat(pooled)[kept].clone()
-    neighbours = Neighbours.fit(features, labels, pool_features(network, background, progress=progress))
-    neighbours = None if neighbours is None else neighbours.to(device)
+    shown, known = [samples[position] for position in positions], pool_features(network, background, progress=progress)
+    neighbours = choose_neighbours(network, shown, torch.cat(pooled), known)
     return TrainingOutputs(positions, Outputs.concatenate(list(outputs)), neighbours)
 
 

@@ -22,13 +22,9 @@ _MEASURED = 8
 
 
 def describe_cost(run: Run, network: OpalNetwork, images: TrainImages, heads: int) -> str:
-    """Return a line on the numbers of images, and on the time until best.pt and for all epochs.
+    """Return a line on the numbers of images, and on the time until best.pt, with `heads` to fit, and for all epochs.
 
-    Args:
-        run: its data, options and processes.
-        network: its backbone is timed on the first training `images`, its head on random features.
-        images: of the training split.
-        heads: that will be fitted.
+    The network's backbone is timed on the first training `images`, its head on random features.
     """
     data, options, processes = run.data, run.options, run.fabric.world_size
     forward = measure_seconds_per_image(network, images) / processes
@@ -39,8 +35,8 @@ def describe_cost(run: Run, network: OpalNetwork, images: TrainImages, heads: in
     if heads:
         seen = len(VIEWS) * len(data.train)
         steps = heads * max(options.head_steps, LEAST_PASSES * math.ceil(seen / BATCH))
-        # validation images are answered three times: for metrics, the baseline, and as epoch 0
-        first = forward * (seen + 3 * len(data.val) + (0 if epochs else len(data.test)))
+        # validation images are answered twice: for metrics and for the baseline
+        first = forward * (seen + 2 * len(data.val) + (0 if epochs else len(data.test)))
         line += f"best.pt in about {_round(first + steps * measure_seconds_per_step(network) / processes)}"
         if not epochs:
             return line
@@ -51,10 +47,9 @@ def describe_cost(run: Run, network: OpalNetwork, images: TrainImages, heads: in
 
 def measure_seconds_per_image(network: OpalNetwork, images: TrainImages) -> float:
     """Return the seconds that the backbone takes per image in a forward pass."""
-    device, config = next(network.parameters()).device, network.config
+    device, config = next(network.eval().parameters()).device, network.config
     pixels = [torch.tensor(images[0, index][0][..., :3]) for index in range(min(_MEASURED, len(images)))]
     inputs = normalize(torch.stack(pixels).to(device), config.mean, config.std)
-    network.eval()
     with torch.no_grad():
         return _time(lambda: network.backbone(inputs)) / len(inputs)
 
@@ -76,13 +71,11 @@ def measure_seconds_per_step(network: OpalNetwork) -> float:
 
 
 def _time(call: Callable[[], Tensor]) -> float:
-    """Return the seconds of a call; an earlier one warms up."""
-    seconds = 0.0
-    for _ in range(2):
-        started = time.perf_counter()
-        call().sum().item()  # waits for the device
-        seconds = time.perf_counter() - started
-    return seconds
+    """Return the seconds of the second of two calls; the first warms up."""
+    call().sum().item()  # waits for the device
+    started = time.perf_counter()
+    call().sum().item()
+    return time.perf_counter() - started
 
 
 def _round(seconds: float) -> str:

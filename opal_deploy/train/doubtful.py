@@ -26,11 +26,8 @@ def find_doubtful(probabilities: NDArray[np.float64], labels: NDArray[np.int64])
     """Return which labels the other folds contradict confidently, bool [n].
 
     Confident learning (Northcutt, Jiang and Chuang, JAIR 2021): another class than the label is the most probable, with
-    at least the mean probability that photographs labelled with that class have of it.
-
-    Args:
-        probabilities: [n, C], calibrated, out of fold.
-        labels: int64 [n].
+    at least the mean probability that photographs labelled with that class have of it. Probabilities, [n, C], are
+    calibrated and out of fold; labels are int64 [n].
     """
     own = probabilities[np.arange(len(labels)), labels]
     counts = np.bincount(labels, minlength=probabilities.shape[1])

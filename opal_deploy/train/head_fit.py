@@ -73,9 +73,8 @@ class Basis:
             for size, weight, square in zip(maps, weights, squares, strict=True)
         ])  # fmt: skip
         cells = features.movedim(1, -1).flatten(0, 2) * scale
-        sums: Any = fabric.all_reduce(
-            torch.cat([cells.sum(0, keepdim=True), cells.T @ cells]).to(fabric.device), reduce_op="sum"
-        )
+        moments = torch.cat([cells.sum(0, keepdim=True), cells.T @ cells])
+        sums: Any = fabric.all_reduce(moments.to(fabric.device), reduce_op="sum")
         (count,) = machine.sum_over_processes(fabric, len(cells))
         mean, *rows = sums.cpu().double() / count
         covariance = torch.stack(rows) - mean.outer(mean)
@@ -146,12 +145,11 @@ def compute_frozen_features(
 ) -> FrozenFeatures:  # fmt: skip
     """Return the backbone's features of as many of the three views of the training images as fit into memory.
 
-    Where not even one view of all images fits, a random part of the images is taken.
+    Where not even one view of all images fits, a random part of the images is taken. The network is left in evaluation
+    mode.
 
     Args:
-        network: left in evaluation mode.
         batches: this process's share of the training images, shuffled, in batches of `BATCH`.
-        fabric: the processes of the run, and the precision of the backbone.
         memory: bytes that all processes of this machine together may keep.
         foreground: whether slots are kept on the object, found in the features, where the data set has no regions.
         progress: called with views done.
@@ -211,24 +209,14 @@ def _compute_views(
 
 
 def fit_head(
-    head: OpalHead,
-    frozen: FrozenFeatures,
-    objective: Objective,
-    fabric: Fabric,
-    *,
-    steps: int,
-    progress: Progress,
-    among: Tensor | None = None,
-    note: str = "fitting the head",
-) -> tuple[float, float]:
+    head: OpalHead, frozen: FrozenFeatures, objective: Objective, fabric: Fabric, *,
+    steps: int, progress: Progress, among: Tensor | None = None, note: str = "fitting the head",
+) -> tuple[float, float]:  # fmt: skip
     """Fit a head to features in memory; return mean loss in nats and accuracy, 0 ... 1, of the last tenth of the steps.
 
     Adam, at a learning rate that falls along a cosine. At least 20 passes over the features are made, whatever `steps`.
-
-    Args:
-        head: of the features or coordinates, see `FrozenFeatures`; computes in float32, and is left in evaluation mode.
-        among: rows of the features that the head is fitted to, int64; None for all.
-        note: of `progress`, which is called with steps done.
+    The head, of the features or coordinates, computes in float32, and is left in evaluation mode. It is fitted to the
+    rows `among` the features, int64, or to all.
     """
     head.train()
     model = HeadTerms(head, apart=objective.apart > 0).to(fabric.device)
@@ -237,14 +225,12 @@ def fit_head(
     parameters = [weight for weight in head.parameters() if weight.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=_RATE)
     totals = torch.zeros(3, dtype=torch.float64)
-    for step, (features, labels, regions) in enumerate(
-        itertools.islice(frozen.draw(BATCH // fabric.world_size, rows), steps)
-    ):
+    batches = itertools.islice(frozen.draw(BATCH // fabric.world_size, rows), steps)
+    for step, (features, labels, regions) in enumerate(batches):
         optimizer.param_groups[0]["lr"] = _RATE * (1 + math.cos(math.pi * step / steps)) / 2
         labels = labels.to(fabric.device)
-        terms = model(
-            features.to(fabric.device).float(), labels, None if regions is None else regions.to(fabric.device).float()
-        )
+        regions = None if regions is None else regions.to(fabric.device).float()
+        terms = model(features.to(fabric.device).float(), labels, regions)
         total, cross_entropy = objective(terms, labels)
         optimizer.zero_grad(set_to_none=True)
         (total / len(labels)).backward()  # type: ignore[no-untyped-call]

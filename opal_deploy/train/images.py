@@ -73,11 +73,6 @@ class TrainImages(Dataset[ImageItem]):
         size = self.input_size if self.augmentation is None else self.augmentation.resize_size
         return (*size, 3 if self.regions is None else 4)
 
-    @property
-    def num_bytes(self) -> int:
-        """The memory that all resized images take."""
-        return len(self.samples) * math.prod(self.shape)
-
     def __len__(self) -> int:
         return len(self.samples)
 
@@ -103,11 +98,7 @@ class TrainImages(Dataset[ImageItem]):
 
 
 def read_regions(data: DataSet, file: Path) -> list[tuple[Box, ...]]:
-    """Return the boxes of each training image in a COCO file: stamps, scale bars or borders.
-
-    Raises:
-        UsageError: the file is damaged or has none of the images.
-    """
+    """Return the boxes of each training image in a COCO file; raise UsageError if it is damaged or has no boxes."""
     annotations = annotate(data, data.train, boxes=True, parts=False, objects=file)
     return [image.boxes for image in annotations.images]
 
@@ -169,10 +160,7 @@ def read_images(
 class Batches:
     """Iterates once over images as (uint8 [N, H0, W0, 3], labels int64 [N]) tensors; with regions of 4 channels.
 
-    Attributes:
-        images: the images.
-        workers: number of worker processes that decode and augment.
-        epoch: determines order and augmentation; set it before each pass.
+    `epoch` determines order and augmentation: set it before each pass. `workers` processes decode and augment.
     """
 
     def __init__(
@@ -186,15 +174,11 @@ class Batches:
         self.images, self.workers, self.epoch = images, workers, 0
         self._batch_size, self._shuffle_seed, (self._rank, self._size) = batch_size, shuffle_seed, share
         self._loader: DataLoader[ImageItem] = DataLoader(
-            images,
-            batch_sampler=_LocalPlan(self),  # its keys are pairs, not numbers
-            collate_fn=_collate,
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            pin_memory=torch.cuda.is_available(),
+            images, batch_sampler=_LocalPlan(self), collate_fn=_collate, num_workers=workers,
+            persistent_workers=workers > 0, pin_memory=torch.cuda.is_available(),
             # the seed of the workers must not come from the generator that stochastic depth draws from
             generator=torch.Generator().manual_seed(0),
-        )
+        )  # fmt: skip
 
     def plan(self) -> list[list[ImageKey]]:
         """Return the keys of this epoch's global batches."""
@@ -221,14 +205,14 @@ class Batches:
             raise UsageError(str(error).strip().rpartition("UsageError: ")[2]) from None
 
 
+@dataclass(frozen=True)
 class _LocalPlan:
     """The local plan of the current epoch as the DataLoader's batch sampler."""
 
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
+    batches: Batches
 
     def __iter__(self) -> Iterator[list[ImageKey]]:
-        return iter(self._batches.local_plan())
+        return iter(self.batches.local_plan())
 
 
 def _collate(items: list[ImageItem]) -> tuple[Tensor, Tensor]:
@@ -269,7 +253,7 @@ def prepare_images(
     splits += [TrainImages(samples, options.input_size) for samples in (data.val, data.test)]
     # every process caches all images, because its share of them changes with each epoch
     room = options.cache_megabytes * MEGABYTE / machine.local_processes()
-    cached = splits[0].num_bytes + splits[1].num_bytes <= room
+    cached = sum(len(images) * math.prod(images.shape) for images in splits[:2]) <= room
     problems: list[str] = []
     black: list[str] = []
     for split, keep in enumerate((cached, cached, False)):
@@ -313,17 +297,14 @@ def prepare_images(
 def _warn_of_copies(
     train: TrainImages, other: TrainImages, name: str, root: Path, log: Log
 ) -> NDArray[np.bool_] | None:
-    """Return which images of another split are near copies of training images, bool [N], and warn of them.
-
-    None where they are not looked for, see `read_images`.
-    """
+    """Return which images of another split are near copies of training images, bool [N], and warn; see `Loaders`."""
     if train.thumbnails is None or other.thumbnails is None:
         return None
     nearest = find_near_copies(train.thumbnails, other.thumbnails)
     copied = nearest >= 0
     if pairs := [
-        " = ".join(display_path(sample.path, root) for sample in (other.samples[here], train.samples[nearest[here]]))
-        for here in np.flatnonzero(copied)
+        " = ".join(display_path(sample.path, root) for sample in (other.samples[copy], train.samples[nearest[copy]]))
+        for copy in np.flatnonzero(copied)
     ]:
         log(WarningLine(
             f"warning: {pluralize(len(pairs), 'near copy', 'near copies')} of training images among the {name} "

@@ -32,7 +32,7 @@ from opal_deploy.model.backbones import get_library
 from opal_deploy.model.neighbours import MAX_IMAGES
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import checkpoints, head_fit, machine, out_of_fold
-from opal_deploy.train.checkpoints import RunWriter, TrainState
+from opal_deploy.train.checkpoints import LabelledOutputs, RunWriter, TrainState
 from opal_deploy.train.cost import PASSES, describe_cost
 from opal_deploy.train.doubtful import write_answers
 from opal_deploy.train.images import MEGABYTE, Batches, Loaders, normalize, prepare_images
@@ -97,10 +97,8 @@ def fit(data: DataSet, options: TrainOptions, *, again: bool = False) -> TrainRe
     Under torchrun every process calls this function; only the first one writes and reports. On a CPU with the same
     number of threads a resumed run ends with the weights of an uninterrupted one, bit by bit.
 
-    Args:
-        data: a data set with training images, and validation images unless the head only is fitted.
-        options: resolved, with `out`.
-        again: whether best.pt stays until it is replaced: the run continues another way.
+    There are validation images unless the head only is fitted. Options are resolved, with `out`. With `again`, best.pt
+    stays until it is replaced: the run continues another way.
 
     Raises:
         UsageError: the directory holds a run, or not the one to resume; an option is impossible.
@@ -158,23 +156,25 @@ def _train(run: Run, run_dir: TrainRunDirectory, last: dict[str, Any] | None, *,
         fitted = fit_frozen(run, network, loaders, background) if fits else None
     # initial weights are the same in every process, random numbers drawn while training are not
     torch.manual_seed(options.seed + 1_000_003 * fabric.global_rank)
-    trained, epochs = set_up(run, network), options.epochs or 0
+    if fabric.world_size > 1 and fabric.device.type == "cuda":
+        get_library(options.backbone).convert_sync_batch_norm(network)
+    objective = make_objective(options, data, network.head)
+    model: Any = NetworkTerms(network, adversarial=options.adversarial > 0)
+    model, optimizer = fabric.setup(model, torch.optim.Adam(network.parameters(), lr=options.lr))
+    trained, epochs = Trained(network, model, optimizer, objective), options.epochs or 0
     weights = run.start.training.get("weights") if run.start else describe_weights(network, options.weights_name)
     config = run.identify() | {
         "epochs": epochs, "batch_size": options.batch_size, "data": data.summary(), "weights": weights,
         "device": str(fabric.device), **batch_config, "versions": package_versions(),
     }  # fmt: skip
-
-    # epochs, with the directory locked against other processes
     with lock_directory(run_dir.root) if fabric.is_global_zero else nullcontext():
         run_dir.check(may_hold_run=options.resume or options.overwrite)
         state = TrainState()
         if last is not None:
             state = checkpoints.restore(run_dir.last, last, config, network, trained.optimizer, fabric)
             if not has_same_images(last["training"], config, "measured"):
-                run.log(
-                    WarningLine("warning: validation or test images have changed since epochs were measured on them")
-                )
+                warning = "warning: validation or test images have changed since epochs were measured on them"
+                run.log(WarningLine(warning))
             epochs = epochs if state.planned_epochs is None else state.planned_epochs
         fabric.barrier()  # no process writes before all have read
         if fabric.is_global_zero:
@@ -188,23 +188,6 @@ def _train(run: Run, run_dir: TrainRunDirectory, last: dict[str, Any] | None, *,
             epochs = finish_head_fit(trained, fitted, time.perf_counter() - began, state, writer)
         train_epochs(trained, state, writer, epochs)
         return writer.finish(state)
-
-
-# prepare --------------------------------------------------------------------------------------------------------------
-
-
-def set_up(run: Run, network: OpalNetwork) -> Trained:
-    """Return the network with its optimizer, wrapped by Fabric."""
-    options, fabric = run.options, run.fabric
-    if fabric.world_size > 1 and fabric.device.type == "cuda":
-        get_library(options.backbone).convert_sync_batch_norm(network)
-    objective = make_objective(options, run.data, network.head)
-    model: Any = NetworkTerms(network, adversarial=options.adversarial > 0)
-    model, optimizer = fabric.setup(model, torch.optim.Adam(network.parameters(), lr=options.lr))
-    return Trained(network, model, optimizer, objective)
-
-
-# fit the head ---------------------------------------------------------------------------------------------------------
 
 
 def fit_frozen(run: Run, network: OpalNetwork, loaders: Loaders, background: list[Sample]) -> Fitted:
@@ -232,23 +215,22 @@ def fit_frozen(run: Run, network: OpalNetwork, loaders: Loaders, background: lis
         head = out_of_fold.new_head(network, frozen, options.seed)
         frozen.basis.copy_slots(network.head, find_kept_slots(run.data.class_names, run.start)[0], head)
     objective = make_objective(options, run.data, head, fitting=True)
-    loss, accuracy = head_fit.fit_head(
-        head, frozen, objective, fabric, steps=options.head_steps, progress=run.progress
-    )  # fmt: skip
+    fit_of_head = head_fit.fit_head(head, frozen, objective, fabric, steps=options.head_steps, progress=run.progress)
     if fabric.world_size == 1:
         training = out_of_fold.answer_training_images(run, network, head, frozen, known)
     if frozen.basis is not None:
         frozen.basis.set_projection(network.head, head)
-    return Fitted(loss, accuracy, frozen.images_per_second, answers, training)
+    return Fitted(*fit_of_head, frozen.images_per_second, answers, training)
 
 
 def finish_head_fit(trained: Trained, fitted: Fitted, seconds: float, state: TrainState, writer: RunWriter) -> int:
     """Write a network with a fitted head as epoch 0; return the number of epochs that time is left for."""
-    run, answers = writer.run, fitted.answers
+    run, answers, files = writer.run, fitted.answers, writer.run_dir
     if answers is None:
-        val = validate(run, trained, writer.loaders, epoch=0)
-    measured, files = writer.measure(0, answers, fitted.training), writer.run_dir
-    if answers is not None:
+        outputs, val = validate(run, trained, writer.loaders, epoch=0)
+        writer.measure(0, outputs, training=fitted.training)
+    else:
+        measured = writer.measure(0, None, answers, fitted.training)
         val = measured.val
         with stop_when_full():
             temperature = measured.calibration.temperature
@@ -271,9 +253,6 @@ def finish_head_fit(trained: Trained, fitted: Fitted, seconds: float, state: Tra
     return epochs
 
 
-# an epoch -------------------------------------------------------------------------------------------------------------
-
-
 def train_epochs(trained: Trained, state: TrainState, writer: RunWriter, epochs: int) -> None:
     """Train the epochs after `state`, up to `epochs` in all, until there is a reason to stop."""
     run = writer.run
@@ -291,7 +270,12 @@ def train_epochs(trained: Trained, state: TrainState, writer: RunWriter, epochs:
             try:
                 record, val = run_epoch(run, trained, writer.loaders, epoch, epochs)
             except DivergenceError as error:
-                raise explain_divergence(error, state, writer) from None
+                kept = "no epoch was finished"
+                if state.best is not None:
+                    writer.write_best(state)
+                    kept = f"best.pt holds {f'epoch {state.best[0]}' if state.best[0] else 'the fitted head'}"
+                advice = "train again with --overwrite and a lower --lr or --precision fp32"
+                raise DivergenceError(f"{error}; {kept}; {advice}") from None
             record_epoch(record, val, state, writer, trained.optimizer, epochs)
             for name, value in asdict(record).items() if scalars is not None else ():
                 scalars.add_scalar(name, value, epoch)
@@ -344,7 +328,7 @@ def run_epoch(run: Run, trained: Trained, loaders: Loaders, epoch: int, epochs: 
     # without synchronised batch norm, processes differ in their statistics: evaluate those that will be saved
     machine.share_buffers(fabric, trained.network)
     run.progress(images_done + seen, total, f"epoch {epoch}/{epochs}, validating")
-    val = validate(run, trained, loaders, epoch=epoch)
+    _, val = validate(run, trained, loaders, epoch=epoch)
     record = EpochRecord(
         epoch, loss / seen, correct / seen, val.loss, val.accuracy, time.perf_counter() - began, seen / seconds,
         waited / seconds, kept_off / seen,
@@ -355,17 +339,11 @@ def run_epoch(run: Run, trained: Trained, loaders: Loaders, epoch: int, epochs: 
 def train_step(fabric: Fabric, trained: Trained, images: Tensor, labels: Tensor, global_batch: int) -> Tensor:
     """Do one optimizer step on this process's n images of a global batch of N, `global_batch`, over all processes.
 
-    Args:
-        images: uint8 [n, H0, W0, 3], or [n, H0, W0, 4] with regions.
-        labels: int64 [n].
-
-    Returns:
-        Over the n images the summed, weighted cross-entropy, the number of correct predictions and the summed penalty
-        of kept-off regions, float64 [3] on the device.
+    Images are uint8 [n, H0, W0, 3], or [n, H0, W0, 4] with regions; labels are int64 [n]. Returns the summed, weighted
+    cross-entropy, the number of correct predictions and the summed penalty of kept-off regions, float64 [3].
     """
     config = trained.network.config
-    labels = labels.to(fabric.device, non_blocking=True)
-    images = images.to(fabric.device, non_blocking=True)
+    images, labels = (tensor.to(fabric.device, non_blocking=True) for tensor in (images, labels))
     inputs = normalize(images[..., :3], config.mean, config.std)
     terms = trained.model(inputs, labels, read_regions_channel(images))
     total, cross_entropy = trained.objective(terms, labels)
@@ -378,26 +356,25 @@ def train_step(fabric: Fabric, trained: Trained, images: Tensor, labels: Tensor,
     return torch.stack([cross_entropy.double(), correct.double(), terms.kept_off.detach().sum().double()])
 
 
-def validate(run: Run, trained: Trained, loaders: Loaders, *, epoch: int) -> Evaluation:
-    """Return the metrics of the validation images; raise DivergenceError if their loss is not finite."""
+def validate(run: Run, trained: Trained, loaders: Loaders, *, epoch: int) -> tuple[LabelledOutputs, Evaluation]:
+    """Return outputs and metrics of the validation images; raise DivergenceError if their loss is not finite."""
     # float32 would take a GPU as long as training in lower precision; the best weights are judged in float32
     lower = epoch > 0 and run.fabric.device.type == "cuda"
     assert loaders.val is not None  # there is nothing to validate out of fold after the head was fitted
+    machine.set_tf32(lower and run.options.tf32)
     outputs = checkpoints.predict(trained.network, loaders.val, run.fabric, lower_precision=lower)
-    val = outputs.compute_metrics(trained.network.config.class_map, trained.objective.scale)
+    machine.set_tf32(run.options.tf32)
+    val = outputs.compute_metrics(trained.objective.scale)
     if not math.isfinite(val.loss):
         raise DivergenceError(
             f"the validation loss is {val.loss} in epoch {epoch}, at learning rate {run.options.lr:g}; check the "
             "initial weights"
         )
-    return val
+    return outputs, val
 
 
 def is_best(run: Run, val: Evaluation, state: TrainState) -> bool:
-    """Return whether an epoch, already in the state's records, is the best so far.
-
-    By the lowest validation loss, with no less accuracy than the fitted head; with `adversarial` the last one is.
-    """
+    """Return whether an epoch, already in the state's records, is the best so far."""
     # validation images are not attacked, so their figures do not show what adversarial training gains
     if state.best is None or run.options.adversarial:
         return True
@@ -428,24 +405,11 @@ def record_epoch(
 
 def reason_to_stop(run: Run, state: TrainState) -> str:
     """Return why no epoch should follow, the same in every process; else nothing."""
-    options = run.options
+    options, seconds = run.options, [record.seconds for record in state.records]
     if options.patience is not None and state.best and state.epoch - state.best[0] >= options.patience:
         return f"no lower validation loss since epoch {state.best[0]}"
-    seconds = [record.seconds for record in state.records]
+    if options.minutes is None or not state.epoch:
+        return ""
     # another epoch as long as the last one
-    if (
-        options.minutes is not None
-        and state.epoch
-        and not all(machine.gather(run.fabric, sum(seconds) + seconds[-1] <= 60 * options.minutes))
-    ):
-        return f"another epoch after epoch {state.epoch} would exceed --minutes"
-    return ""
-
-
-def explain_divergence(error: DivergenceError, state: TrainState, writer: RunWriter) -> DivergenceError:
-    """Write best.pt with the best epoch so far; return the error that says so, and what to do."""
-    kept = "no epoch was finished"
-    if state.best is not None:
-        writer.write_best(state)
-        kept = f"best.pt holds {f'epoch {state.best[0]}' if state.best[0] else 'the fitted head'}"
-    return DivergenceError(f"{error}; {kept}; train again with --overwrite and a lower --lr or --precision fp32")
+    enough = all(machine.gather(run.fabric, sum(seconds) + seconds[-1] <= 60 * options.minutes))
+    return "" if enough else f"another epoch after epoch {state.epoch} would exceed --minutes"

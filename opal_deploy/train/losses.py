@@ -97,10 +97,7 @@ def make_objective(options: TrainOptions, data: DataSet, head: OpalHead, *, fitt
 
 
 def balance_classes(data: DataSet) -> list[float]:
-    """Return a weight per class, N / (C * n_c), as scikit-learn's `balanced` does it.
-
-    N is the number of training images, n_c that of class c, at least 1; the mean weight over the images is 1.
-    """
+    """Return a weight per class, N / (C * n_c), of N training images and n_c, at least 1, of class c."""
     counts = Counter(sample.label for sample in data.train)
     return [len(data.train) / (data.num_classes * max(counts[label], 1)) for label in range(data.num_classes)]
 
@@ -121,15 +118,13 @@ def find_logit_scale(head: OpalHead, probability: float | None) -> float:
 
 
 class HeadTerms(nn.Module):
-    """A head, whose evidence is `exact` if there are any terms, with the terms of its attention in the loss.
+    """A head, whose evidence is `exact` if there are any terms, with the terms of its attention in the loss."""
 
-    With `apart`, the terms have the logits with slots kept apart.
-    """
+    channel_table: Tensor
 
     def __init__(self, head: OpalHead, *, apart: bool = False) -> None:
         super().__init__()
         self.head, self.apart = head, apart
-        self.channel_table: Tensor
         table = head.config.class_map(head.num_classes).channel_table
         self.register_buffer("channel_table", torch.from_numpy(table), persistent=False)
 
@@ -192,18 +187,14 @@ class NetworkTerms(nn.Module):
 def change_outside(
     images: Tensor, cells: Tensor, score: Callable[[Tensor], Tensor], config: NetworkConfig, grid: tuple[int, int]
 ) -> Tensor:
-    """Return images changed outside the boxes of some cells so that scores drop, float32 [n, 3, H0, W0], normalised.
+    """Return normalised images, float32 [n, 3, H0, W0], changed outside the boxes of some cells so that `score` drops.
 
-    Args:
-        images: normalised, [n, 3, H0, W0].
-        cells: int64 [n, m], flat, of the labelled class's slots.
-        score: from images to the value to minimise, [n].
-        config, grid: the attacked network's, and its feature map's (H, W).
+    Cells, int64 [n, m], flat, are the labelled class's slots'. `score` returns [n] values of images. `config` is the
+    attacked network's, `grid` its feature map's (H, W).
     """
     mean, std = (torch.tensor(values).reshape(1, 3, 1, 1) for values in (config.mean, config.std))
-    limit, darkest, brightest = (
-        bound.to(images.device) for bound in (LEVELS / 255 / std, -mean / std, (1 - mean) / std)
-    )
+    bounds = LEVELS / 255 / std, -mean / std, (1 - mean) / std
+    limit, darkest, brightest = (bound.to(images.device) for bound in bounds)
     free = outside_boxes(cells, torch.ones_like(cells, dtype=torch.bool), config.input_size, CellGrid(*grid), _MARGIN)
     # half of what is allowed at random, so that the step has room
     start = (images + (torch.rand_like(images) - 0.5) * limit * free).requires_grad_()

@@ -109,11 +109,8 @@ def settle_stride(options: TrainOptions, start: Checkpoint | None, stored: Mappi
 def build_network(options: TrainOptions, class_names: Sequence[str], start: Checkpoint | None) -> OpalNetwork:
     """Return the network that training starts with; the run's seed determines its new weights.
 
-    Classes that the checkpoint of `--start-from` lacks get new slots; the others keep theirs.
-
-    Raises:
-        CheckpointError: the weights do not fit.
-        UsageError: the options fit no network, or there are no such weights.
+    Classes that the checkpoint of `--start-from` lacks get new slots; the others keep theirs. CheckpointError: the
+    weights do not fit; UsageError: the options fit no network, or there are no such weights.
     """
     torch.manual_seed(options.seed)
     config = NetworkConfig(

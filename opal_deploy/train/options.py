@@ -6,6 +6,7 @@ caller gives is laid over a recipe (`resolve`). A run stores its resolved option
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -52,8 +53,7 @@ RANDOM = "none"  # `weights`
 _REGION_WEIGHT = 10.0
 # batch size and epochs up to so many training images; an epoch of few images is few steps. Two epochs of 2,400 images
 # take seven minutes on two CPU cores; --resume --epochs goes on where more may help
-_PLANS = ((1_000, 16, 24), (10_000, 32, 2))
-_LARGEST_PLAN = (64, 2)
+_PLANS = ((1_000, 16, 24), (10_000, 32, 2), (math.inf, 64, 2))
 # up to so many training images a fitted head is not fine-tuned by default: the images set aside to judge that cost as
 # much as it gains; with 2,400 images of 100 species two epochs gain two points
 _MAX_FROZEN = 1_000
@@ -205,7 +205,7 @@ class TrainOptions(Options):
 
         `new_classes`: whether the checkpoint of `start_from` has other classes, so that a head must be fitted.
         """
-        batch_size, epochs = next((plan for limit, *plan in _PLANS if num_images <= limit), _LARGEST_PLAN)
+        batch_size, epochs = next((size, count) for limit, size, count in _PLANS if num_images <= limit)
         tunes = self.head != "opal" or self.adversarial or self.minutes is not None
         if self.fits_head(new_classes=new_classes) and num_images <= _MAX_FROZEN and not tunes:
             epochs = 0
@@ -263,9 +263,7 @@ class TrainOptions(Options):
 def load_recipe(name: str) -> dict[str, Any]:
     """Return the options that a recipe states, by name.
 
-    Args:
-        name: a recipe of the package, or the path of a recipe file. Its keys are the names of options, perhaps in
-            sections of any name.
+    `name` is a recipe of the package, or the path of a file whose keys are options, perhaps in sections of any name.
 
     Raises:
         UsageError: no such recipe, not TOML, unknown keys, or values of the wrong type.
@@ -280,8 +278,7 @@ def load_recipe(name: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UsageError(f"recipe {name}: cannot be read as TOML ({error})") from None
     types = {field.name: kind for field, kind, _ in option_fields(TrainOptions) if field.name not in _CALL_OPTIONS}
-    options: dict[str, Any] = {}
-    problems = []
+    options, problems = dict[str, Any](), []
     for stored_name, value in stored.items():
         option = _STORED_NAMES.get(stored_name, stored_name)
         if _FORMER_VALUES.get(option) == value:

@@ -85,10 +85,7 @@ def count_folds(images: int) -> int:
 def assign_folds(pooled: Tensor, labels: Tensor, seed: int) -> NDArray[np.int64]:
     """Return the fold of each image, 0 ... 4, with all classes in each as far as there are images.
 
-    Labels are int64 [n], and features, float32 [n, D], those of `group_copies`.
-
-    Raises:
-        UsageError: no class has two different images.
+    Labels are int64 [n]; features are those of `group_copies`. UsageError: no class has two different images.
     """
     groups, folds = group_copies(pooled), np.zeros(len(labels), np.int64)
     most = max(len(np.unique(groups[labels.numpy() == label])) for label in set(labels.tolist()))
@@ -117,13 +114,11 @@ def group_copies(pooled: Tensor) -> NDArray[np.int64]:
 def answer_out_of_fold(run: Run, network: OpalNetwork, frozen: FrozenFeatures, background: Tensor) -> OutOfFold:
     """Return the out-of-fold answers to the training images; each by a new head.
 
-    Args:
-        run: of a single process.
-        network: its backbone computed the features; on the run's device.
-        frozen: of one view of every training image, or more.
-        background: pooled features of out-of-distribution images, float32 [b, D]; see `Neighbours`.
+    The run has one process. The network's backbone computed the features, of one view of every training image or more.
+    Those of out-of-distribution images, `background`, are pooled, float32 [b, D]; see `Neighbours`.
     """
     options, images = run.options, len(frozen.labels) // frozen.views
+    shown = [run.data.train[position] for position in frozen.positions[:images]]
     first = assign_folds(frozen.pooled[:images], frozen.labels[:images], options.seed)
     fold_of_position = np.empty(int(frozen.positions.max()) + 1, np.int64)
     fold_of_position[frozen.positions[:images]] = first
@@ -139,7 +134,8 @@ def answer_out_of_fold(run: Run, network: OpalNetwork, frozen: FrozenFeatures, b
             steps=options.head_steps, progress=run.progress, among=others,
             note=f"fitting the head of fold {number} of {len(answered)}",
         )  # fmt: skip
-        neighbours = choose_neighbours(run, network, frozen, others[others < images], background)
+        seen = others[others < images]
+        neighbours = choose_neighbours(network, [shown[row] for row in seen], frozen.pooled[seen], background)
         right = answer_plainly(plain_features, frozen.labels, others, rows)
         parts.append((rows, compute_outputs(head, neighbours, frozen, rows), right))
     if any(outputs.ood_score is None for _, outputs, _ in parts):
@@ -166,21 +162,26 @@ def answer_training_images(
         return None
     images = len(frozen.labels) // frozen.views
     rows = frozen.positions[:images].argsort()
-    rows = rows[choose_samples([run.data.train[position] for position in frozen.positions[rows].tolist()], MAX_IMAGES)]
-    neighbours = choose_neighbours(run, network, frozen, torch.arange(images), background)
+    rows = rows[choose_samples([run.data.train[position] for position in frozen.positions[rows]], MAX_IMAGES)]
+    shown = [run.data.train[position] for position in frozen.positions[:images]]
+    neighbours = choose_neighbours(network, shown, frozen.pooled[:images], background)
     return TrainingOutputs(frozen.positions[rows].tolist(), compute_outputs(head, None, frozen, rows), neighbours)
 
 
 def choose_neighbours(
-    run: Run, network: OpalNetwork, frozen: FrozenFeatures, rows: Tensor, background: Tensor
+    network: OpalNetwork, samples: Sequence[Sample], pooled: Tensor, background: Tensor
 ) -> Neighbours | None:
-    """Return the neighbours among rows of the features, as many evenly over the classes as a model keeps."""
+    """Return the neighbours among training images, as many evenly over the classes as a model keeps.
+
+    Pooled features, float32 [n, D], are those of the samples; `background` is as in `answer_out_of_fold`.
+    """
     if network.config.head.evidence != "exact":
         return None
-    shown = [run.data.train[position] for position in frozen.positions[rows].tolist()]
-    kept = rows[choose_samples(shown, max_images(network.config.num_classes))]
-    neighbours = Neighbours.fit(frozen.pooled[kept], frozen.labels[kept], background)
-    return None if neighbours is None else neighbours.to(run.fabric.device)
+    kept = choose_samples(samples, max_images(network.config.num_classes))
+    labels = torch.tensor([samples[index].label for index in kept])
+    # a clone, since a module cannot keep tensors of inference mode
+    neighbours = Neighbours.fit(pooled[kept].clone(), labels, background)
+    return None if neighbours is None else neighbours.to(next(network.parameters()).device)
 
 
 def new_head(network: OpalNetwork, frozen: FrozenFeatures, seed: int) -> OpalHead:
@@ -222,10 +223,9 @@ def find_plain_features(
 
 
 def answer_plainly(features: Tensor, labels: Tensor, fitted: Tensor, answered: Tensor) -> NDArray[np.bool_]:
-    """Return whether logistic regressions answer rows right, bool [strengths, answered rows].
+    """Return whether logistic regressions of each of `_STRENGTHS` answer rows right, bool [strengths, answered rows].
 
-    They are fitted to other rows of the features, float32 [n, P], and labels, int64 [n]. Features are standardised, as
-    scikit-learn's users do it; penalties are `_STRENGTHS`.
+    They are fitted to other rows of the features, float32 [n, P], which are standardised, and labels, int64 [n].
     """
     x, y, rows, others = features.numpy(), labels.numpy(), answered.numpy(), fitted.numpy()
     if len(np.unique(y[others])) == 1:

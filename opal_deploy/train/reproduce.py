@@ -101,10 +101,7 @@ def make_plan(
 ) -> Plan:
     """Return the runs of a table, with the rows that one of `only` names, and the data sets named or the table's own.
 
-    `recipe` is `paper` or a path.
-
-    Raises:
-        UsageError: no such table or row, or the recipe cannot be read.
+    `recipe` is `paper` or a path. UsageError: no such table or row, or the recipe cannot be read.
     """
     table = next((table for table in PAPER["table"] if table["name"] == name), None)
     if table is None:

@@ -47,12 +47,6 @@ class EpochRecord:
 
     The training loss has class weights, if there are any, the validation loss has none. Training loss and accuracy are
     of the augmented images, measured while the weights still change.
-
-    Attributes:
-        seconds: duration of training and validation.
-        images_per_second: training images over the seconds of training, all processes together.
-        data_wait: share of these seconds, 0 ... 1, that the first process waited for its next batch.
-        kept_off: mean penalty of kept-off regions, 0 ... 1, before its weight; 0 without `--keep-off`.
     """
 
     epoch: int
@@ -60,10 +54,10 @@ class EpochRecord:
     train_accuracy: float
     val_loss: float
     val_accuracy: float
-    seconds: float
-    images_per_second: float
-    data_wait: float
-    kept_off: float = 0.0
+    seconds: float  # duration of training and validation
+    images_per_second: float  # training images over the seconds of training, all processes together
+    data_wait: float  # share of these seconds, 0 ... 1, that the first process waited for its next batch
+    kept_off: float = 0.0  # mean penalty of kept-off regions, 0 ... 1, before its weight; 0 without `--keep-off`
 
     def describe(self, epochs: int, *, is_best: bool) -> str:
         """Return a line of text; `epochs` is the number of epochs of the run."""
@@ -81,10 +75,7 @@ class EpochRecord:
 
 @dataclass(frozen=True)
 class WithoutCopies:
-    """The answers to the test images that are no near copies of training images: how many, and the share of right ones.
-
-    A test image that is one says little about images that are not.
-    """
+    """How many test images are no near copies of training images, and the accuracy on them, 0 ... 1."""
 
     images: int
     accuracy: float
@@ -227,10 +218,7 @@ def fingerprint_dataset(data: DataSet, keep_off: Any = None) -> dict[str, str]:
     """Return a sha256 of the images trained on, `train`, and of those that only measure, `measured`.
 
     Both are over each image's path under the root, size and last 4 KiB, in which different images of one size differ,
-    label and box; `train` is over class names and the file of kept-off regions, too.
-
-    Raises:
-        UsageError: an image or the file no longer exists.
+    label and box; `train` is over class names and the file of kept-off regions, too. UsageError: a file is missing.
     """
 
     def describe(sample: Sample) -> bytes:

@@ -8,7 +8,6 @@ import torch
 
 from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.opal_head import embedding
 from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.evaluation.metrics import (
     ClassCounts,
@@ -17,10 +16,11 @@ from opal_deploy.evaluation.metrics import (
     compute_metrics,
     count_by_class,
     format_classes,
-    margins,
 )
+from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.build import ImageInfo, build_records
+from opal_deploy.train.checkpoints import LabelledOutputs
 
 METADATA = Metadata(("a", "b"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", (4, 4), (32, 32))
 
@@ -84,7 +84,8 @@ def test_margins_are_those_of_the_records():
     records = build_records([ImageInfo("x", Geometry.whole(8, 8))] * 20, outputs, metadata)
 
     expected = [record.margin for record in records]
-    assert margins(logits, embedding(scores, 1e-8), metadata.class_map).tolist() == expected
+    config = NetworkConfig("resnet18", 4, (8, 8), HeadConfig(prototypes_per_class=2))
+    assert LabelledOutputs.of(outputs, np.zeros(20, np.int64), config).margins.tolist() == expected
 
 
 def test_classes_that_are_never_predicted_come_first():

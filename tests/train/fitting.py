@@ -21,7 +21,7 @@ def fit(data, options, out, **changes):
 
 def evaluate(network, batches):
     """Return the metrics over all batches."""
-    return predict(network, batches).compute_metrics(network.config.class_map)
+    return predict(network, batches).compute_metrics()
 
 
 def read_epochs(out):
