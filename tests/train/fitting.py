@@ -1,6 +1,7 @@
 """Runs in tests: `loop.fit` without lines and progress, and the metrics of a network in float32."""
 
 import csv
+import json
 from dataclasses import replace
 
 from opal_deploy.train import loop
@@ -17,6 +18,14 @@ def small(**options):
 def fit(data, options, out, **changes):
     """Train into `out`."""
     return loop.fit(data, replace(options, out=out, **{"log": lambda line: None, **changes}))
+
+
+def write_regions(path, boxes):
+    """Write a COCO file of (x0, y0, width, height) by image name; return its path."""
+    images = [{"id": name, "file_name": name} for name in boxes]
+    annotations = [{"image_id": name, "bbox": box} for name, box in boxes.items()]
+    path.write_text(json.dumps({"images": images, "annotations": annotations}), encoding="utf-8")
+    return path
 
 
 def evaluate(network, batches):

@@ -1,6 +1,5 @@
 """Several processes do what one does with the same global batch."""
 
-import json
 import os
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import machine
 from opal_deploy.train.images import Batches, TrainImages
 from tests.builders import NORM_FREE_BACKBONE, SMALL_BACKBONE
-from tests.train.fitting import evaluate, read_epochs
+from tests.train.fitting import evaluate, read_epochs, write_regions
 
 
 @pytest.fixture(scope="module")
@@ -42,22 +41,14 @@ def _train(folder, out, *options):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "opal_deploy"]
     return subprocess.run(
         [sys.executable, *launcher, *_arguments(folder, out, *options)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
 
 
 def test_two_processes_train_as_one_does(opal, folder, tmp_path):
     # an eighth of every other image is kept off
     names = sorted(path.relative_to(folder).as_posix() for path in folder.glob("train/*/*"))[::2]
-    images = [{"id": name, "file_name": name} for name in names]
-    annotations = [{"image_id": name, "bbox": [0, 0, 28, 12]} for name in names]
-    regions = tmp_path / "regions.json"
-    regions.write_text(json.dumps({"images": images, "annotations": annotations}), encoding="utf-8")
-    keep_off = ("--keep-off", str(regions))
+    keep_off = ("--keep-off", str(write_regions(tmp_path / "regions.json", dict.fromkeys(names, (0, 0, 28, 12)))))
     one, two = opal(*_arguments(folder, tmp_path / "one", *keep_off)), _train(folder, tmp_path / "two", *keep_off)
     assert one.returncode == 0, one.stderr
     assert two.returncode == 0, two.stderr
@@ -104,6 +95,8 @@ def test_every_image_is_in_one_share_an_epoch(size, count, tmp_path):
         if shuffle is not None:
             # as many steps everywhere: a process without a share would leave the others waiting
             assert len({len(batches.local_plan()) for batches in shares}) == 1
+            # batch normalisation cannot take a single image
+            assert min(len(batch) for batches in shares for batch in batches.local_plan()) > 1
 
 
 def test_one_gpu_cannot_be_asked_for_by_several_processes(monkeypatch):

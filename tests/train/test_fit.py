@@ -167,10 +167,8 @@ def test_near_copies_of_training_images_are_named_and_the_others_measured_apart(
     assert "2 near copies" in line
     assert "test/blue/again.jpg = train/blue/03.png, test/green/again.jpg = train/green/03.png" in line
     assert (result.test.images, result.without_copies.images) == (8, 6)
-    assert (
-        json.loads((tmp_path / "out" / "summary.json").read_text())["test_accuracy_without_copies"]
-        == result.without_copies.accuracy
-    )
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["test_accuracy_without_copies"] == result.without_copies.accuracy
 
 
 @pytest.mark.parametrize(

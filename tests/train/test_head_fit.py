@@ -16,10 +16,10 @@ from opal_deploy.model.head import OpalHead
 from opal_deploy.train.checkpoints import RunWriter
 from opal_deploy.train.head_fit import compute_frozen_features
 from opal_deploy.train.images import Batches, TrainImages, normalize
-from opal_deploy.train.losses import Objective, Terms, find_logit_scale
+from opal_deploy.train.losses import Objective, Terms, find_logit_scale, measure_kept_off
 from opal_deploy.train.machine import start_fabric
 from opal_deploy.train.network import build_network, settle_stride
-from tests.train.fitting import fit
+from tests.train.fitting import fit, write_regions
 
 
 @pytest.fixture(scope="module")
@@ -116,24 +116,19 @@ def test_features_that_do_not_fit_into_memory_are_of_a_part_of_the_images(square
 
 @pytest.mark.slow
 def test_terms_of_the_attention_are_fitted_too(squares, options, tmp_path):
-    regions = tmp_path / "regions.json"
-    images = [{"id": i, "file_name": str(s.path), "width": 56, "height": 48} for i, s in enumerate(squares.train)]
-    boxes = [{"id": i, "image_id": i, "bbox": [0, 0, 56, 12], "category_id": 1} for i in range(len(images))]
-    regions.write_text(json.dumps({"images": images, "annotations": boxes, "categories": [{"id": 1, "name": "sky"}]}))
-    kept_off = replace(options, keep_off=str(regions), keep_off_weight=100.0)
-    scores = []
+    file = write_regions(tmp_path / "regions.json", {str(sample.path): [0, 0, 56, 12] for sample in squares.train})
+    kept_off, scores = replace(options, keep_off=str(file), keep_off_weight=100.0), []
+    # the first row of cells
+    sky = torch.zeros(len(squares.train), 4, 4)
+    sky[:, 0] = 1
     for name, changed in (("plain", options), ("kept-off", kept_off)):
         run = fit(squares, changed, tmp_path / name)
         network = checkpoint.load(run.best).network
-        (pixels, _), *_ = Batches(TrainImages(squares.train, (64, 64)), len(squares.train))
+        (pixels, labels), *_ = Batches(TrainImages(squares.train, (64, 64)), len(squares.train))
         with torch.no_grad():
             attention = network.explain(normalize(pixels, network.config.mean, network.config.std)).attention
-        # in the first row of cells, of the labelled class's slots
-        own = [
-            maps[2 * sample.label : 2 * sample.label + 2, 0]
-            for maps, sample in zip(attention, squares.train, strict=True)
-        ]
-        scores.append(float(torch.stack(own).amax(2).mean()))
+        channels = torch.from_numpy(network.config.class_map.channel_table)[labels]
+        scores.append(float(measure_kept_off(attention, channels, sky).mean()))
     assert scores[1] < 0.5 * scores[0]
 
 

@@ -17,7 +17,7 @@ from opal_deploy.model import checkpoint
 from opal_deploy.train.doubtful import find_doubtful, write_answers
 from opal_deploy.train.head_fit import Basis
 from opal_deploy.train.machine import start_fabric
-from opal_deploy.train.out_of_fold import COPY_COSINE, OutOfFold, assign_folds, group_copies
+from opal_deploy.train.out_of_fold import OutOfFold, assign_folds, group_copies
 from tests.train.fitting import fit
 
 
@@ -79,10 +79,8 @@ def test_fine_tuning_afterwards_sets_images_aside_and_begins_with_a_head_fitted_
 ):
     out = tmp_path / "run"
     shutil.copytree(trained[0].best.parent, out)
-    lines = []
-    result = fit(
-        split_off_validation(all_images), replace(fitted_options, epochs=1), out, resume=True, log=lines.append
-    )
+    lines, options = [], replace(fitted_options, epochs=1)
+    result = fit(split_off_validation(all_images), options, out, resume=True, log=lines.append)
     assert [record.epoch for record in result.epochs][:1] == [0]
     assert any("sets" in line and "aside" in line for line in lines)
     # of the other head, unless it came back
@@ -113,7 +111,6 @@ def test_copies_share_a_fold():
     groups = group_copies(features)
     assert [groups[i] == groups[30 + i] for i in range(6)] == [True] * 6
     assert len(set(groups.tolist())) == 54
-    assert COPY_COSINE < 1
     folds = assign_folds(features, labels, seed=0)
     assert (folds[:6] == folds[30:36]).all()
     for fold in range(5):
@@ -138,9 +135,8 @@ def test_a_doubtful_photograph_is_shown_with_those_that_it_is_most_like(squares,
     answered = labels.copy()
     answered[5] = (labels[5] + 1) % 3
     logits = np.where(np.eye(3)[answered] > 0, -0.2, -1.2).astype(np.float32)
-    pooled = np.eye(3, dtype=np.float32)[answered] + np.random.default_rng(0).normal(0, 0.01, (24, 3)).astype(
-        np.float32
-    )
+    noise = np.random.default_rng(0).normal(0, 0.01, (24, 3))
+    pooled = (np.eye(3)[answered] + noise).astype(np.float32)
     answers = OutOfFold(np.arange(24), labels, Outputs(logits), np.ones(24, bool), pooled)
     table, page = tmp_path / "answers.csv", tmp_path / "doubtful.html"
     assert write_answers(table, page, answers, squares, 0.2) == 1
@@ -162,10 +158,8 @@ def test_coordinates_keep_what_the_projection_needs():
     features = torch.einsum("nrhw,dr->ndhw", low, torch.randn(24, 6, generator=generator)) + 3
     features[:, 16:] *= 100
     basis = Basis.find(features, (16, 8), fabric)
-    coordinates = basis.measure(features)
-    rebuilt = (
-        torch.einsum("nrhw,rd->ndhw", coordinates, torch.linalg.pinv(basis.directions)) + basis.mean[:, None, None]
-    )
+    rebuilt = torch.einsum("nrhw,rd->ndhw", basis.measure(features), torch.linalg.pinv(basis.directions))
+    rebuilt += basis.mean[:, None, None]
     torch.testing.assert_close(rebuilt, features, rtol=1e-3, atol=1e-1)
 
 

@@ -1,8 +1,6 @@
 """Regions that the attention is kept off: they move with the pixels, and teach slots to look elsewhere."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,18 +15,9 @@ from opal_deploy.train.augmentation import PaperAugmentation
 from opal_deploy.train.images import TrainImages, read_regions
 from opal_deploy.train.losses import measure_kept_off
 from tests.builders import SMALL_BACKBONE
-from tests.train.fitting import read_epochs
+from tests.train.fitting import read_epochs, write_regions
 
-BOX = (52, 14, 81, 46)
-
-
-def write_coco(path):
-    """Write a COCO file with one annotation of stamped.jpg."""
-    x0, y0, x1, y1 = BOX
-    image = {"id": 7, "file_name": "stamped.jpg", "width": 120, "height": 90}
-    entry = {"image_id": 7, "bbox": [x0, y0, x1 - x0, y1 - y0]}
-    path.write_text(json.dumps({"images": [image], "annotations": [entry]}), encoding="utf-8")
-    return str(path)
+REGION = {"stamped.jpg": [52, 14, 29, 32]}
 
 
 @pytest.fixture
@@ -47,7 +36,7 @@ def stamped(squares, tmp_path):
 def test_a_region_is_where_its_pixels_are_after_every_augmentation(stamped, tmp_path, monkeypatch, augmented):
     # the light of the pixels, which alone tells them here, is not the subject
     monkeypatch.setattr("opal_deploy.train.augmentation.apply_photometric", lambda image, rng: image)
-    regions = read_regions(stamped, Path(write_coco(tmp_path / "regions.json")))
+    regions = read_regions(stamped, write_regions(tmp_path / "regions.json", REGION))
     augmentation = PaperAugmentation((64, 96)) if augmented else None
     images = TrainImages(stamped.train, (64, 96), augmentation=augmentation, regions=regions)
     places = set()
@@ -76,9 +65,7 @@ def test_a_run_says_what_the_regions_got(opal, tmp_path):
     data, run = tmp_path / "data", tmp_path / "run"
     species = generate_dataset(data, num_species=2, train_per_class=6, val_per_class=2, test_per_class=0, size=(64, 64))
     stamped = sorted((data / "train" / species[1]).iterdir())
-    images = [{"id": i, "file_name": str(path.relative_to(data))} for i, path in enumerate(stamped)]
-    boxes = [{"id": i, "image_id": i, "bbox": [50, 50, 10, 10]} for i in range(len(stamped))]
-    (data / "stamps.json").write_text(json.dumps({"images": images, "annotations": boxes}))
+    write_regions(data / "stamps.json", {str(path.relative_to(data)): [50, 50, 10, 10] for path in stamped})
     arguments = (
         "--backbone", SMALL_BACKBONE, "--weights", "none", "--size", "64", "--stride", "16", "--batch-size", "6",
         "--epochs", "1", "--device", "cpu", "--workers", "1", "--cache-megabytes", "0",
@@ -101,4 +88,4 @@ def test_a_run_says_what_the_regions_got(opal, tmp_path):
 
 def test_regions_of_other_images_are_refused(squares, tmp_path):
     with pytest.raises(UsageError, match="no boxes"):
-        read_regions(squares, Path(write_coco(tmp_path / "regions.json")))
+        read_regions(squares, write_regions(tmp_path / "regions.json", REGION))

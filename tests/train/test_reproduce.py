@@ -169,11 +169,6 @@ def test_departures_from_the_protocol_are_those_of_the_finished_runs(tmp_path):
         "precision bf16 instead of fp32", "epsilon 0.001 instead of 1e-08",
         "cub has 10 classes, 300 training and validation images and 243 test images instead of 200, 5,994 and 5,794",
     ]  # fmt: skip
-
-
-def test_a_damaged_summary_is_named(tmp_path):
-    plan = make_plan("methods", ["cub"], [0], "paper", tmp_path)
-    _finish(plan, "OPAL", {("cub", 0): {}})
     (plan.runs[1].folder / "summary.json").write_text("{")
     with pytest.raises(UsageError, match="summary"):
         tabulate(plan)
