@@ -31,7 +31,7 @@ def parse_slots(slots: Iterable[SlotName], metadata: Metadata, option: str) -> l
         if not slash and _is_index(number, metadata.num_prototypes):
             channels.append(int(number))
             continue
-        if not metadata.is_opal:
+        if metadata.shares_prototypes:
             raise UsageError(f"{origin}: give a shared prototype's number, 0 to {metadata.num_prototypes - 1}")
         if not slash:
             raise UsageError(f"{origin}: expected CLASS/SLOT, such as {metadata.class_names[0]}/0")
@@ -55,7 +55,7 @@ def _is_index(text: str, size: int) -> bool:
 
 def name_slot(channel: int, metadata: Metadata) -> str:
     """Return a slot as `parse_slots` reads it; a shared prototype as its number."""
-    if not metadata.is_opal:
+    if metadata.shares_prototypes:
         return str(channel)
     class_id, slot = metadata.class_map.owners(channel)[0]
     label = metadata.class_names[class_id]

@@ -196,6 +196,11 @@ class Metadata:
         return bool(self.head.get("activation") == "sigmoid")
 
     @property
+    def shares_prototypes(self) -> bool:
+        """Whether classes share prototypes, which then have numbers instead of slots of classes."""
+        return self.head_kind in ("softmax", "distance")
+
+    @property
     def dropped(self) -> tuple[int, ...]:
         """The channels of the slots that `edit` dropped, ascending."""
         return tuple(self.head.get("dropped", ()))
@@ -224,9 +229,9 @@ class Metadata:
         from opal_deploy.artifact.class_map import ClassMap
 
         if self.head_kind == "additive":
-            # regions of an image stand in for slots: only their number and the biases are the model's
-            map_of_regions = ClassMap.blocks(self.num_classes, self.prototypes_per_class)
-            return replace(map_of_regions, biases=unpack_array(self.head["biases"]).astype(float), unit_length=False)
+            # without slots, regions of an image stand in for them: only their number and the biases are the model's
+            blocks = ClassMap.blocks(self.num_classes, self.prototypes_per_class, self.dropped)
+            return replace(blocks, biases=unpack_array(self.head["biases"]).astype(float), unit_length=False)
         if not self.is_opal:
             try:
                 weights, biases = (unpack_array(self.class_weights[name]) for name in ("weights", "biases"))
@@ -244,6 +249,10 @@ class Metadata:
         if self.is_opal:
             return f"m = {self.prototypes_per_class}{dropped}, distance {self.distance}"
         if self.head_kind == "additive":
+            if self.evidence == "exact":
+                return (
+                    f"its own head, the cells' shares of a logit divided among m = {self.prototypes_per_class}{dropped}"
+                )
             labels = ", several labels per image" if self.is_multi_label else ""
             return f"its own head{labels}, each cell with its share of the logit"
         scores = "channels of a softmax" if self.head_kind == "softmax" else f"distances, {self.head['similarity']}"

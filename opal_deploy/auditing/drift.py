@@ -133,7 +133,7 @@ def _find_model(results: Path) -> Path:
 
 
 def _read_baseline(model: Path, metadata: Metadata) -> Baseline:
-    if not metadata.is_opal:
+    if metadata.shares_prototypes:
         raise UsageError(
             f"{model}: records with head {metadata.head_kind} list only a class's strongest prototypes, and a baseline "
             "all; give --against earlier results"

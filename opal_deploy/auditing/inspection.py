@@ -138,10 +138,11 @@ def describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
     if metadata.evidence == "none":
         head = "its own classifier" if metadata.head.get("plain") else "a dense layer"
     verified = f"NO: {metadata.unverified}"
-    if metadata.evidence == "regions":
+    if "sum_error" in report:
+        error, largest = (_format_number(report.get(name)) for name in ("sum_error", "largest_logit"))
         verified = (
-            f"against the original on {report.get('image_set')}: logits {report.get('logits')}, shares and bias add up "
-            f"to them within {_format_number(report.get('sum_error'))} of {_format_number(report.get('largest_logit'))}"
+            f"against the original on {report.get('image_set')}: logits {report.get('logits')}, evidence and bias add "
+            f"up to them within {error} of {largest}"
         )
     elif not metadata.unverified and report:
         verified = (
@@ -152,7 +153,8 @@ def describe_metadata(metadata: Metadata, path: Path) -> list[tuple[str, str]]:
     return [
         ("network", f"{metadata.backbone}, {metadata.num_classes} classes, {head}, grid {rows}x{cols}, "
          f"cells of {metadata.stride} pixels" + (", all layers kept" if metadata.keep_layers else "")),
-        ("evidence", {"exact": "exact: each slot's score comes from one cell",
+        ("evidence", {"exact": "exact: each slot's score comes from one cell" if metadata.head_kind != "additive" else
+                      "exact: each slot's score sums its cells' shares of the logit; its box is the strongest cell",
                       "regions": "regions: each cell has an exact share of the logit",
                       "map": "map: averages, no single cell",
                       "none": "none: no anchors, logits only"}[metadata.evidence]),

@@ -103,7 +103,7 @@ def measure_faithfulness(
     metadata, slots = session.metadata, session.metadata.class_map.max_slots
     curves: list[dict[str, Curve]] = []
     for images in photographs(
-        lambda pixels: _run(session, pixels, options.batch), samples, metadata.input_size, chosen=chosen,
+        lambda pixels: _run(session, pixels, options.batch), samples, metadata.form, chosen=chosen,
         annotations=annotations, boxes=options.boxes, batch=min(options.batch, _IMAGES_TOGETHER),
         progress=as_progress(options.progress), note="removing cells",
     ):  # fmt: skip

@@ -182,7 +182,7 @@ def _measure(path: Path, session: Session, inputs: EvaluationInputs, options: Ev
     measured = replace(measured, calibration=calibration, receptive_field=field)
     if (risk := evaluation.metrics.risk) is not None:
         options.log(_format_curve(risk))
-    if metadata.evidence == "regions":
+    if metadata.head_kind == "additive":
         _log(options, compare_presets(session, samples, evaluation))
     if metadata.evidence != "exact":
         return measured

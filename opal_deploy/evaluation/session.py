@@ -109,8 +109,8 @@ def run_on_some(
 
     `boxes`, `progress` and `note` are those of `photographs`.
     """
-    chosen, size = choose_samples(samples, limit), session.metadata.input_size
-    batches = photographs(session.run, samples, size, chosen=chosen, boxes=boxes, progress=progress, note=note)
+    chosen, form = choose_samples(samples, limit), session.metadata.form
+    batches = photographs(session.run, samples, form, chosen=chosen, boxes=boxes, progress=progress, note=note)
     return chosen, Outputs.concatenate([images.outputs for images in batches])
 
 

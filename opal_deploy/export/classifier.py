@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from opal_deploy._version import __version__
 from opal_deploy.artifact import onnx_file, test_vectors
 from opal_deploy.artifact.documents import pack_array
 from opal_deploy.artifact.files import atomic_write, compute_sha256
+from opal_deploy.artifact.heads import find_totals
 from opal_deploy.artifact.metadata import LINEAR_SCHEMA, Metadata
 from opal_deploy.artifact.outputs import INPUT, Outputs
 from opal_deploy.artifact.preprocessing import PRESETS, Preprocessing, ResizeRule, from_config, read_preprocessing
@@ -107,7 +109,17 @@ def export_classifier(
     )
     vectors = test_vector_images(*own.size)
     logits = _run_original(session, own, normalise(vectors, metadata.mean, metadata.std), tail)
-    metadata = replace(metadata, test_vectors=test_vectors.pack(Reference(vectors, Outputs(logits))))
+    reference = Reference(vectors, Outputs(logits))
+    if options.slots is not None:
+        for package, pip_name in (("torch", None), ("sklearn", "scikit-learn")):
+            require(package, "train", "--slots", pip_name=pip_name)
+        from opal_deploy.export import classifier_slots
+
+        run = partial(_open, options=options, name=name)
+        changed, metadata = classifier_slots.divide_shares(changed, metadata, tail, options, run)
+        slots = classifier_slots.answer_images(changed, vectors, metadata, run)
+        reference = replace(slots, outputs=replace(slots.outputs, logits=logits))
+    metadata = replace(metadata, test_vectors=test_vectors.pack(reference))
     out = path.with_name(f"{Path(name).stem}.opal.onnx") if options.out is None else Path(options.out)
     if out.resolve() == path.resolve():
         raise UsageError(f"--out {out}: is the classifier itself, which stays as it is; give another file")
@@ -116,9 +128,9 @@ def export_classifier(
         onnx_file.write_model(changed, metadata, temporary)
         digest = onnx_file.embed_digest(temporary)
         verify_test_vectors(OnnxSession(temporary, device="cpu", threads=options.threads), name)
-    report = metadata.verification
+    report, parts = metadata.verification, "the cells' shares" if options.slots is None else "the slots' scores"
     options.log(
-        f"Compared with {name} on {report['images']} images: logits {report['logits']}; the cells' shares and the bias "
+        f"Compared with {name} on {report['images']} images: logits {report['logits']}; {parts} and the bias "
         f"add up to the logit within {report['sum_error']:.1g} of {report['largest_logit']:.3g}"
     )
     return ExportResult(path, [ExportedOnnx(out, replace(metadata, file_sha256=digest), None)], [])
@@ -309,16 +321,19 @@ def _verify(
     except Exception as error:  # ONNX Runtime exports no base class of its exceptions
         raise UsageError(f"{name}: needs a dynamic batch, and has {own.batch} ({first_line(error)})") from None
     outputs = Outputs.from_arrays(dict(zip(metadata.outputs, arrays, strict=True)))
-    assert outputs.shares is not None
-    assert outputs.share_classes is not None
     largest = float(np.abs(expected).max())
     difference = float(np.abs(outputs.logits - expected).max())
     coarser = 1e3 if metadata.precision == "fp16" else 1.0
     if not difference <= _SAME * coarser * largest:
         raise VerificationError(f"{name}: logits differ by {difference:.2g} of {largest:.3g} with shares; not written")
-    rows = np.arange(len(expected))[:, None]
-    sums = outputs.shares.sum(axis=(2, 3), dtype=np.float64) + tail.biases[outputs.share_classes]
-    missed = float(np.abs(sums - outputs.logits[rows, outputs.share_classes]).max())
+    if outputs.scores is not None:
+        sums, logits = find_totals(outputs.scores, metadata), outputs.logits
+    else:
+        assert outputs.shares is not None
+        assert outputs.share_classes is not None
+        sums = outputs.shares.sum(axis=(2, 3), dtype=np.float64) + tail.biases[outputs.share_classes]
+        logits = np.take_along_axis(outputs.logits, outputs.share_classes, axis=1)
+    missed = float(np.abs(sums - logits).max())
     if not missed <= _ADDS_UP * coarser * largest:
         raise VerificationError(f"{name}: shares and bias miss the logit by {missed:.2g} of {largest:.3g}; not written")
     return {

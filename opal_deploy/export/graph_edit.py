@@ -105,19 +105,22 @@ def with_class_map(model: onnx.ModelProto, metadata: Metadata) -> onnx.ModelProt
     changed, class_map = copy.deepcopy(model), metadata.class_map
     constants = {tensor.name: tensor for tensor in changed.graph.initializer}
     if not metadata.is_opal:
-        if CLASS_WEIGHTS not in constants:
+        name, value = CLASS_WEIGHTS, np.ascontiguousarray(class_map.matrix.T, np.float32)
+        if not metadata.shares_prototypes:
+            # the classifier's own logits lose the scores of dropped slots
+            name, value = KEPT, class_map.kept_prototypes[None].astype(np.float32)
+        if name not in constants:
             raise ArtifactError("its graph has no constant for the class weights; export the checkpoint again")
-        matrix = np.ascontiguousarray(class_map.matrix.T, np.float32)
-        constants[CLASS_WEIGHTS].CopyFrom(numpy_helper.from_array(matrix, CLASS_WEIGHTS))
+        constants[name].CopyFrom(numpy_helper.from_array(value, name))
         return changed
     if ANCHORS not in constants:
         raise ArtifactError("its graph has no constant for the anchors; export the checkpoint again, and edit that")
     values = {ANCHORS: head_constant(class_map, metadata.distance), KEPT: class_map.kept_prototypes[:, None]}
-    for name, value in values.items():
+    for name, constant in values.items():
         if name in constants:
-            constants[name].CopyFrom(numpy_helper.from_array(value.astype(np.float32), name))
+            constants[name].CopyFrom(numpy_helper.from_array(constant.astype(np.float32), name))
         else:
-            changed.graph.initializer.append(numpy_helper.from_array(value.astype(np.float32), name))
+            changed.graph.initializer.append(numpy_helper.from_array(constant.astype(np.float32), name))
     if KEPT not in constants:
         number, pooling = next((i, node) for i, node in enumerate(changed.graph.node) if "scores" in node.output)
         mask = helper.make_node("Mul", [pooling.input[0], KEPT], ["kept_attention"], name="kept_attention")

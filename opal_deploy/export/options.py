@@ -107,6 +107,15 @@ class CheckpointOptions(Options):
         ),
     ] = None
     crop: Annotated[Literal["boxes"] | None, Option("Training images were cropped to boxes.", panel=_AUTHORS)] = None
+    slots: Annotated[
+        StrPath | None,
+        Option(
+            "Data set, as `train` takes it, whose training images divide a plain classifier's shares into slots.",
+            default="regions",
+            cli=Path,
+        ),
+    ] = None
+    prototypes: Annotated[int, Option("Slots per class with --slots.", min=1)] = 5
 
     @property
     def input_size(self) -> tuple[int, int] | None:

@@ -165,6 +165,14 @@ def check_options(
         raise UsageError("--web: browsers run fp32 files with uint8 input and all outputs; leave out other settings")
     if options.arch is not None and (opal := options.changed(names=("distance", "pooling", "cws"))):
         raise UsageError(f"{opal}: of OPAL's head, but --arch names another; leave it out")
+    if options.slots is None and options.prototypes != ExportOptions().prototypes:
+        raise UsageError("--prototypes: only with --slots DATA; add that")
+    is_classifier = is_classifier or (options.arch or "").partition(":")[0] in ("timm", "torchvision")
+    if options.slots is not None and not is_classifier:
+        raise UsageError(
+            f"{path}: --slots takes a plain classifier: an .onnx file of another tool, or a state dict with --arch "
+            "timm:NET or torchvision:NET"
+        )
     if kind == "onnx" and not is_classifier and (changed := options.changed(CheckpointOptions)):
         raise UsageError(f"{path}: {changed}: fixed in an ONNX file")
 

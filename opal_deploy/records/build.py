@@ -160,7 +160,7 @@ def _build_slots(evidence: SlotEvidence, metadata: Metadata, names: SlotNames) -
     numbers = np.broadcast_to(np.arange(listed.shape[1]), listed.shape)
     columns: list[Any] = [metadata.class_map.channel_table[evidence.class_ids], evidence.cells, evidence.scores,
                           evidence.boxes, evidence.contributions]  # fmt: skip
-    if not metadata.is_opal:
+    if metadata.shares_prototypes:
         numbers, listed = find_strongest(evidence.contributions, listed)
         rows = np.arange(len(numbers))[:, None]
         columns = [column[rows, numbers] for column in columns]

@@ -158,9 +158,9 @@ def observe_outputs(outputs: Outputs, metadata: Metadata) -> Observations:
     flat = evidence.cells[..., 0] * metadata.grid[1] + evidence.cells[..., 1]
     return Observations(
         evidence.class_ids,
-        best.totals[:, 0],
+        best.totals[:, 0] if metadata.is_opal else unknown,
         find_margins(best.totals),
-        best.norms,
+        best.norms if metadata.is_opal else unknown,
         share_cells(flat, kept),
         unknown if outputs.ood_score is None else outputs.ood_score.astype(np.float64),
         np.where(kept, evidence.scores, np.nan),

@@ -215,10 +215,13 @@ def compute_totals(outputs: Outputs, metadata: Metadata) -> Any:
 def total_scale(metadata: Metadata) -> float:
     """Return the divisor that makes totals comparable with a gate's `cosine`: 1, or a linear head's scale.
 
-    That scale is the largest effect of all of a class's weights together on its logit per unit of score, at least 1.
+    That scale is the largest effect of all of a class's weights together on its logit per unit of score, at least 1;
+    of a classifier's slots, whose scores have the size of its logits, that size.
     """
     if metadata.is_opal:
         return 1.0
+    if not metadata.shares_prototypes:
+        return max(1.0, float(metadata.head.get("scale", 1.0)))
     return max(1.0, float(np.abs(metadata.class_map.matrix).sum(axis=1).max()))
 
 
@@ -239,4 +242,5 @@ def score_differences(exact: Outputs, other: Outputs, metadata: Metadata) -> Any
     before, after = cast(FloatArray, exact.scores), cast(FloatArray, other.scores)
     if metadata.head_kind == "distance":
         return np.abs(to_distances(before, metadata) - to_distances(after, metadata))
-    return np.abs(before.astype(np.float64) - after)
+    difference = np.abs(before.astype(np.float64) - after)
+    return difference if metadata.is_opal or metadata.shares_prototypes else difference / total_scale(metadata)

@@ -260,7 +260,7 @@ def _cells(
     differs = unequal & untied
     in_block, class_map = np.zeros(unequal.shape, np.bool_), metadata.class_map
     predicted = expected.logits.argmax(axis=1)
-    if metadata.is_opal or expected.scores is None:
+    if not metadata.shares_prototypes or expected.scores is None:
         np.put_along_axis(in_block, class_map.channel_table[predicted], True, axis=1)
     else:
         # of shared prototypes those that a record lists

@@ -24,7 +24,6 @@ from opal_deploy.model.config import (
     LINEAR_BASELINE,
     PLAIN_CLASSIFIER,
     HeadConfig,
-    HeadKind,
     Pooling,
     check_tiling,
     require_stride,
@@ -123,9 +122,9 @@ class TrainOptions(Options):
         "cub, dogs, cars, pets, flowers, imagenet, caltech101, dtd, sun397, csv or imagefolder.",
         default="recognised by its files")] = None
     boxes: Annotated[bool, _data("Crop to the data set's boxes.", default="--boxes", flag=_switch("boxes"))] = True
-    head: Annotated[HeadKind, _advanced(
+    head: Annotated[Literal["opal", "linear", "plain", "additive"], _advanced(
         "linear: the paper's linear head, a dense layer on pooled features normalised to length 1. plain: the "
-        "network's own classifier, as it is usually fine-tuned.", default="opal")] = "opal"
+        "network's own classifier, as it is usually fine-tuned. additive: `export --slots`.", default="opal")] = "opal"
     prototypes: Annotated[int, Option("Prototypes per class, m.", min=1, default="5")] = 5
     distance: Annotated[Distance, _advanced("Distance between embedding and anchors.", default="l2")] = "l2"
     pooling: Annotated[Pooling, _advanced("Pooling over cells.", default="max, for the linear head avg")] = "max"
@@ -312,6 +311,11 @@ def resolve(recipe: Mapping[str, Any], options: Mapping[str, Any]) -> TrainOptio
     base = dict(recipe)
     given = {name: value for name, value in options.items() if value is not None}
     changes = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in given.items()}
+    if changes.get("head") == "additive" or str(changes.get("start_from", "")).endswith(".onnx"):
+        raise UsageError(
+            "--head additive, --start-from .onnx: a classifier that is explained as it is keeps its weights; find its "
+            "slots with `opal-deploy export CLASSIFIER.onnx --slots DATA`"
+        )
     if "head" in changes:
         # all parts of OPAL, whatever variant the recipe has
         kept = {"prototypes", "distance"} if changes["head"] == "opal" else set()

@@ -129,6 +129,8 @@ class _Sheet:
         ]
         if self.metadata.evidence == "regions":
             notes = ["Red cells speak for the class, black ones against it; a box holds neighbouring strong cells."]
+        elif self.metadata.head_kind == "additive":
+            notes = ["A slot adds up its part of each cell's share of the logit; its box is the strongest cell."]
         if self.crop != (0, 0, *self.size):
             notes.append("The white frame is what the model saw.")
         self._lines(" ".join(notes), _SMALL, FAINT)
