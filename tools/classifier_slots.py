@@ -1,8 +1,8 @@
 """Fine-tune a ResNet-18 in plain PyTorch, and measure the evidence of an exported model: the two steps of a table.
 
     python tools/classifier_slots.py train DATA WEIGHTS.safetensors CLASSIFIER.pt EPOCHS
-    opal-deploy export CLASSIFIER.pt --arch torchvision:resnet18 --classes CLASSIFIER.txt --preprocess stretch \
-        --crop boxes --slots DATA --out MODEL.onnx
+    opal-deploy export CLASSIFIER.pt --arch torchvision:resnet18 --classes CLASSIFIER.txt --preprocess stretch ..
+        --slots DATA --out MODEL.onnx (birds: --crop boxes)
     python tools/classifier_slots.py measure DATA MODEL
 
 The second prints what `opal-deploy evaluate DATA --split test` does, with consistency and stability, which it measures
@@ -28,9 +28,9 @@ from torchvision import transforms
 from opal_deploy.artifact.files import model_kind
 from opal_deploy.artifact.outputs import FloatArray, Outputs
 from opal_deploy.datasets.registry import read_dataset
+from opal_deploy.evaluation.api import EvaluateOptions
 from opal_deploy.evaluation.inputs import read_inputs
 from opal_deploy.evaluation.interventions import format_interventions, measure_interventions
-from opal_deploy.evaluation.options import EvaluateOptions
 from opal_deploy.evaluation.pointing import format_game, play_pointing_game
 from opal_deploy.evaluation.session import evaluate_session
 from opal_deploy.export.graph_edit import producers, with_outputs
