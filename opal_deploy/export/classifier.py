@@ -111,6 +111,8 @@ def export_classifier(
     logits = _run_original(session, own, normalise(vectors, metadata.mean, metadata.std), tail)
     reference = Reference(vectors, Outputs(logits))
     if options.slots is not None:
+        if metadata.is_multi_label:
+            raise UsageError(f"{name}: gives several labels per image; --slots takes a classifier of one: leave it out")
         for package, pip_name in (("torch", None), ("sklearn", "scikit-learn")):
             require(package, "train", "--slots", pip_name=pip_name)
         from opal_deploy.export import classifier_slots
