@@ -52,8 +52,14 @@ def test_commands_and_options_that_the_pages_name_exist():
         for option in (*p.opts, *p.secondary_opts)
     } | {"--debug", "--version", "--help"}
     text = "\n".join(page.read_text("utf-8") for page in PAGES)
-    # options of torchrun, pip, Docker, Kubernetes, Triton, tf2onnx, curl, systemd and Chromium are not ours
-    programs = ("pip (?:download|install|wheel)", "docker (?:build|compose|run)", "kubectl", "tritonserver -", "python -m tf2onnx[^`]*")
+    # options of torchrun, pip, Docker, Kubernetes, Triton, tf2onnx, curl, systemd and Chromium are others
+    programs = (
+        "pip (?:download|install|wheel)",
+        "docker (?:build|compose|run)",
+        "kubectl",
+        "tritonserver -",
+        "python -m tf2onnx[^`]*",
+    )
     others = rf"torchrun .*? -m|(?:{'|'.join(programs)}|curl |systemd-run |chromium )(?:.*\\\n)*.*$"
     text = re.sub(others, "", text, flags=re.MULTILINE)
 
