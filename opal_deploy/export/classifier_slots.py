@@ -38,12 +38,11 @@ from opal_deploy.export.graph_edit import KEPT, GraphBuilder, producers, with_ou
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.logs import as_progress
 from opal_deploy.preprocess.resize import normalise
+from opal_deploy.records.regions import find_strong_cells
 from opal_deploy.runtime.session import ImageBatch
 
 # s of the module's formula; whole cells to the nearest direction, or 20 and more, give slots that keep less to one part
 _SHARPNESS = 10.0
-# cells that hold this part of what speaks for the class in an image are grouped
-_STRONG = 0.5
 _TINY = 1e-20
 _PREFIX = "slots_"
 # values of `add_shares`: W times the feature map [N, D, H W], and LayerNorm's deviation; and the logits' new name
@@ -84,7 +83,7 @@ def divide_shares(
     for images in answer(model, (columns,), "finding slots"):
         for index, features in zip(images.indices, images.outputs[columns], strict=True):
             label = samples[index].label
-            cells[label].append(find_strong_cells(features, tail.weights[label]))
+            cells[label].append(find_strong_products(features, tail.weights[label]))
     directions = []
     for name, vectors in zip(metadata.class_names, cells, strict=True):
         known = np.concatenate(vectors)
@@ -109,19 +108,15 @@ def divide_shares(
     return changed, metadata
 
 
-def find_strong_cells(features: NDArray[np.float32], weights: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Return W_c * F(u, v) of the fewest cells, at least one, that hold half of what speaks for a class: [n, D].
+def find_strong_products(features: NDArray[np.float32], weights: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Return W_c * F(u, v) of the strong cells of a class, see `records.regions`: [n, D].
 
     Args:
         features: an image's feature map [D, H W].
         weights: W_c [D].
     """
     products = (weights[:, None] * features).T  # [H W, D]
-    shares = products.sum(axis=1)
-    order = np.argsort(-shares, kind="stable")
-    reached = np.cumsum(np.clip(shares[order], 0.0, None))
-    count = int(np.searchsorted(reached, _STRONG * reached[-1])) + 1 if reached[-1] > 0 else 1
-    return products[order[:count]].astype(np.float32)
+    return products[find_strong_cells(products.sum(axis=1))].astype(np.float32)
 
 
 def find_directions(cells: NDArray[np.float32], count: int) -> NDArray[np.float64]:

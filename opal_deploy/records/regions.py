@@ -27,14 +27,18 @@ class Region(NamedTuple):
     last: tuple[int, int]
 
 
+def find_strong_cells(shares: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Return the flat indices of the strong cells of shares in any shape, the largest share first; at least one."""
+    order = np.argsort(-shares, axis=None, kind="stable")
+    reached = np.cumsum(np.clip(shares.ravel()[order], 0.0, None))
+    count = int(np.searchsorted(reached, _HALF * reached[-1])) + 1 if reached[-1] > 0 else 1
+    return order[:count]
+
+
 def find_regions(shares: NDArray[np.floating]) -> list[Region]:
     """Return the regions of a map of shares [H, W], the largest sum first; at least one."""
     exact = shares.astype(np.float64)
-    order = np.argsort(-exact, axis=None, kind="stable").tolist()
-    positive = np.clip(exact, 0.0, None)
-    reached = np.cumsum(positive.ravel()[order])
-    count = max(1, int(np.searchsorted(reached, _HALF * reached[-1])) + 1) if reached[-1] > 0 else 1
-    left = {divmod(cell, exact.shape[1]) for cell in order[:count]}
+    left = {divmod(cell, exact.shape[1]) for cell in find_strong_cells(exact).tolist()}
     regions = []
     while left:
         pending, cells = [left.pop()], []
