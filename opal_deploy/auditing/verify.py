@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -25,13 +25,11 @@ from opal_deploy.auditing.verify_records import (
     verify_records,
     verify_signatures,
 )
-from opal_deploy.errors import ArtifactError, UsageError, VerificationError
+from opal_deploy.errors import ArtifactError, ImageError, UsageError, VerificationError
 from opal_deploy.logs import Log, WarningLine, as_progress, one_line
 from opal_deploy.options import StrPath, keywords
-from opal_deploy.predict.prepare import InferenceOptions, raise_pillow_limit
-from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding, decode
-from opal_deploy.preprocess.geometry import Geometry
-from opal_deploy.preprocess.resize import to_input
+from opal_deploy.predict.prepare import InferenceOptions, Pixels, prepare, raise_pillow_limit
+from opal_deploy.preprocess.decode import MAX_PIXELS, Decoding
 from opal_deploy.records.decision import Decision
 from opal_deploy.records.signatures import PublicKeys
 from opal_deploy.runtime.devices import default_batch, default_workers
@@ -142,8 +140,11 @@ def _reseal(path: Path, original: Path, options: VerifyOptions) -> Verification:
     if options.images:
         source = "images"
         listed = discovery.discover([os.fspath(image) for image in options.images], Skipped(), sys.stdin)
-        decoded = [decode(image.source) for image in islice(listed, _RESEALED)]
-        pixels = np.stack([to_input(image, Geometry.whole(*image.size), metadata.input_size) for image in decoded])
+        ready = [prepare(image, metadata.form, InferenceOptions()) for image in islice(listed, _RESEALED)]
+        for image in ready:
+            if image.error is not None:
+                raise ImageError(image.error.code, f"{image.input.name}: {image.error}; leave it out")
+        pixels = np.stack([cast(Pixels, image.pixels) for image in ready])
     for start in range(0, len(pixels), _RESEALED_BATCH):
         batch = pixels[start : start + _RESEALED_BATCH]
         arrays = after.run(batch).to_arrays()
