@@ -244,8 +244,8 @@ def split_off_validation(data: DataSet) -> DataSet:
 def stratified_split(data: DataSet) -> tuple[list[Sample], list[Sample]]:
     """Return four fifths of each class's training images, and the other fifth.
 
-    The split depends on the order of images and classes. It is that of torchvision's ImageFolder: by class folder, then
-    by path. A class's folder is the one that holds exactly its images, or else one with the class's name.
+    The split depends on the order of images and classes, which is that of torchvision's ImageFolder: by class folder,
+    then by path. A class's folder is the one that holds exactly its images, or else one with the class's name.
 
     Raises:
         UsageError: a class has a single image, or a fifth would have fewer images than classes.

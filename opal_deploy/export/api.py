@@ -121,7 +121,7 @@ def load(
             temporary file that lives as long as the model.
 
     Raises:
-        ArtifactError: the file does not exist, is damaged, or is no model.
+        ArtifactError: the file is missing, damaged, or not a model.
         MissingExtra: the runtime is not installed. UsageError: the device does not exist, or the runtime
             does not run such a file.
     """

@@ -206,7 +206,9 @@ def fit_frozen(run: Run, network: OpalNetwork, loaders: Loaders, background: lis
         network, batches, fabric,
         memory=options.cache_megabytes * MEGABYTE, foreground=options.foreground > 0, progress=run.progress,
     )  # fmt: skip
-    answers, training, known = None, None, pool_features(network, background, progress=run.progress)
+    answers = training = None
+    # several processes keep a share of the features each, so the first one answers all images later
+    known = pool_features(network, background if fabric.world_size == 1 else (), progress=run.progress)
     if loaders.val is None:
         answers = out_of_fold.answer_out_of_fold(run, network, frozen, known)
     elif fabric.world_size == 1 and len(run.data.train) <= _MAX_COMPARED:
@@ -217,7 +219,7 @@ def fit_frozen(run: Run, network: OpalNetwork, loaders: Loaders, background: lis
     objective = make_objective(options, run.data, head, fitting=True)
     fit_of_head = head_fit.fit_head(head, frozen, objective, fabric, steps=options.head_steps, progress=run.progress)
     if fabric.world_size == 1:
-        training = out_of_fold.answer_training_images(run, network, head, frozen, known)
+        training = out_of_fold.answer_images_in_memory(run, network, head, frozen, known)
     if frozen.basis is not None:
         frozen.basis.set_projection(network.head, head)
     return Fitted(*fit_of_head, frozen.images_per_second, answers, training)
@@ -374,7 +376,10 @@ def validate(run: Run, trained: Trained, loaders: Loaders, *, epoch: int) -> tup
 
 
 def is_best(run: Run, val: Evaluation, state: TrainState) -> bool:
-    """Return whether an epoch, already in the state's records, is the best so far."""
+    """Return whether an epoch, already in the state's records, is the best so far.
+
+    By the lowest validation loss, with no less accuracy than the fitted head; with `adversarial` the last one is.
+    """
     # validation images are not attacked, so their figures do not show what adversarial training gains
     if state.best is None or run.options.adversarial:
         return True

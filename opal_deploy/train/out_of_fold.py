@@ -151,7 +151,7 @@ def answer_out_of_fold(run: Run, network: OpalNetwork, frozen: FrozenFeatures, b
     return OutOfFold(positions, labels, outputs, best, pooled)
 
 
-def answer_training_images(
+def answer_images_in_memory(
     run: Run, network: OpalNetwork, head: OpalHead, frozen: FrozenFeatures, background: Tensor
 ) -> TrainingOutputs | None:
     """Return the outputs of the fitted head for the images in memory; None unless single cells are its evidence.

@@ -165,11 +165,11 @@ def test_a_hostile_file_is_refused_before_it_runs(tmp_path):
     def huge(changed):
         changed.graph.initializer[0].dims[0] = 1 << 40
 
-    def misfit(changed):
+    def short_bias(changed):
         changed.graph.initializer.append(numpy_helper.from_array(np.zeros(3, np.float32), "three"))
         changed.graph.node[-1].input[2] = "three"
 
-    refuse(misfit, ArtifactError, "fit")
+    refuse(short_bias, ArtifactError, "fit")
     refuse(outside, ArtifactError, "outside its folder")
     refuse(custom, UsageError, "evil.Relu")
     refuse(loop, UsageError, "Loop")
