@@ -32,6 +32,8 @@ CABRNET_INSTALLED := $(CABRNET_VENV)/.installed
 CLASSIFIERS_VENV := .venv-classifiers
 CLASSIFIERS_INSTALLED := $(CLASSIFIERS_VENV)/.installed
 
+RELEASE_INSTALLED := build/release/.installed
+
 # ONNX Runtime Web, which `export --web` copies and tests run in Chromium, axe, which looks for what keeps people with
 # disabilities from using a page, and pyright, which checks types as many editors do
 ORT_WEB := .ort-web
@@ -164,13 +166,22 @@ test-all: $(INSTALLED) $(TRITON_INSTALLED) $(ORT_WEB_INSTALLED) $(GPU_STUBS_INST
 	@if command -v buildah debootstrap >/dev/null; then $(MAKE) --no-print-directory test-image test-image-gpu; \
 	else echo "Left out: test-image and test-image-gpu, which need buildah and debootstrap"; fi
 
+# the environment of `dist`, whose packages CI gets while it waits for those of .venv
+$(RELEASE_INSTALLED): pyproject.toml
+	@rm -rf build/release && mkdir -p build/release
+	@$(PYTHON) -m venv build/release/venv
+	@$(PYTHON) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  print(*project["dependencies"], *project["optional-dependencies"]["cpu"], sep="\n")' > build/release/requirements.txt
+	@build/release/venv/bin/pip install --quiet --disable-pip-version-check --requirement build/release/requirements.txt
+	@touch $@
+
 # the files of a release, checked, and installed into an environment of their own, where the quick demo must succeed
-dist: $(INSTALLED)
-	@rm -rf dist build/release && mkdir -p build/release
+dist: $(INSTALLED) $(RELEASE_INSTALLED)
+	@rm -rf dist build/release/opal-demo-quick
 	@$(BIN)/python -m build --outdir dist . >build/release/build.log || { cat build/release/build.log; exit 1; }
 	$(BIN)/twine check --strict dist/*
-	@$(BIN)/python -m venv build/release/venv
-	@build/release/venv/bin/pip install --quiet --disable-pip-version-check "$$(echo dist/*.whl)[cpu]"
+	@build/release/venv/bin/pip install --quiet --disable-pip-version-check --force-reinstall --no-deps dist/*.whl
+	@build/release/venv/bin/pip check
 	cd build/release && venv/bin/opal-deploy demo --quick
 
 # as root, with buildah and debootstrap; no Docker daemon
