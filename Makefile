@@ -61,12 +61,13 @@ help:
 	@echo "make docs      the documentation as a site, links checked: build/site/index.html"
 
 # compiled on all cores afterwards, which pip would do on one: where Python may not write bytecode (Docker images often
-# say so), every process would compile PyTorch anew, for 10 s. Packages ship templates that do not compile: no error
+# say so), every process would compile PyTorch anew, for 10 s; not what is large and hardly imported. Packages ship
+# templates that do not compile: no error
 $(INSTALLED): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (PyTorch is large; a few minutes the first time)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[all-cpu,dev,docs]'
-	@$(BIN)/python -m compileall -qq --workers 0 -x '[\\/]tests?[\\/]' opal_deploy \
+	@$(BIN)/python -m compileall -qq --workers 0 -x '[\\/](tests?|testing|pip|rllib|moto)[\\/]' opal_deploy \
 	  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
 	@touch $@
 

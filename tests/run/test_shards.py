@@ -136,7 +136,7 @@ def test_images_that_kill_their_process_get_error_records_and_the_rest_goes_on(i
     assert records[:21] + records[23:] == expected[:21] + expected[23:]
 
 
-@pytest.mark.parametrize("options", [("--top", "2"), ("--model", "other.onnx"), ("in",)])
+@pytest.mark.parametrize("options", [("--model", "other.onnx"), ("in",)])
 def test_shards_of_another_run_are_refused(infer, options):
     export_onnx(build_checkpoint(seed=1), infer.cwd / "other.onnx")
     check(infer("out", "--shard", "2/2", *options), 0 if options != ("in",) else 3)
