@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -26,7 +26,6 @@ from PIL import Image
 from opal_deploy.artifact.files import compute_sha256
 from opal_deploy.datasets.samples import (
     DataSet,
-    Listing,
     Sample,
     classes_without_samples,
     display_path,
@@ -61,15 +60,14 @@ _MAX_SHARE = 0.05
 _SAMPLE = 500
 
 
-def check_dataset(listing: Listing, progress: Progress | None = None) -> DataSet:
+def check_dataset(data: DataSet, advice: str, progress: Progress | None = None) -> DataSet:
     """Return the data set without unusable files, with a warning for each kind of finding.
 
     Raises:
-        UsageError: one line with the lists' problems, missing images, classes or splits with nothing left, and then all
-            other findings.
+        UsageError: one line with the lists' problems, missing images, classes or splits with nothing left, the advice,
+            and then all other findings.
     """
-    data = listing.data
-    problems, warnings = list(listing.problems), list(data.warnings)
+    problems, warnings = list(data.problems), list(data.warnings)
     unusable = find_problems(data.select("all"), progress)
     missing = [path for path in unusable if not os.path.isfile(path)]  # Path.is_file may raise
     unreadable = [path for path in unusable if path not in {*missing}]
@@ -92,7 +90,7 @@ def check_dataset(listing: Listing, progress: Progress | None = None) -> DataSet
         if listed and (lacking := classes_without_samples(kept, data.class_names)):
             warnings.append(f"classes without a {name} image: {shorten_list(lacking)}")
     if problems:
-        findings = [*problems, listing.advice, *warnings, *duplicate_warnings(usable)]
+        findings = [*problems, advice, *warnings, *duplicate_warnings(usable)]
         raise UsageError(f"{data.root}: {'; '.join(findings)}")
     return replace(usable, warnings=warnings)
 
@@ -131,22 +129,16 @@ def _has_good_header(sample: Sample) -> bool:
 
 def duplicate_warnings(data: DataSet) -> list[str]:
     """Return lines about duplicate images in one split and class, in two splits, and with two labels."""
-    listed: dict[Path, list[tuple[str, int]]] = defaultdict(list)
-    for split in ("train", "val", "test"):
-        for sample in data.select(split):
-            listed[sample.path].append((split, sample.label))
-    groups = find_identical_files(listed)
-    # one file, listed twice
-    groups += [[path] for path in listed.keys() - {path for group in groups for path in group} if len(listed[path]) > 1]
+    listed = [(split, sample) for split in ("train", "val", "test") for sample in data.select(split)]
     pairs: dict[str, list[str]] = defaultdict(list)
-    for group in groups:
-        (first, split, label), *others = ((path, *entry) for path in group for entry in listed[path])
-        for other, other_split, other_label in others:
-            a, b = display_path(first, data.root), display_path(other, data.root)
+    for group in find_identical_files([sample.path for _, sample in listed]):
+        (split, first), *others = (listed[position] for position in group)
+        for other_split, other in others:
+            a, b = display_path(first.path, data.root), display_path(other.path, data.root)
             if split != other_split:
                 pairs["in two splits, which biases results"].append(f"{a} ({split}) = {b} ({other_split})")
-            if label != other_label:
-                names = data.class_names[label], data.class_names[other_label]
+            if first.label != other.label:
+                names = data.class_names[first.label], data.class_names[other.label]
                 pairs["with two labels"].append(f"{a} ({names[0]}) = {b} ({names[1]})")
             elif split == other_split:
                 pairs["in one split and class"].append(f"{a} = {b}")
@@ -157,18 +149,18 @@ def duplicate_warnings(data: DataSet) -> list[str]:
     ]
 
 
-def find_identical_files(paths: Iterable[Path]) -> list[list[Path]]:
-    """Return groups of two or more files with the same bytes, in the order of `paths`.
+def find_identical_files(paths: Sequence[Path]) -> list[list[int]]:
+    """Return groups of two or more positions of files with the same bytes; a path may be listed twice.
 
     Only files of equal size are read.
     """
-    paths = list(paths)
+    positions = [*range(len(paths))]
     for measure in (os.path.getsize, compute_sha256):
-        groups: dict[Hashable, list[Path]] = defaultdict(list)
-        for path, key in zip(paths, map_in_threads(measure, paths), strict=True):
-            groups[key].append(path)
+        groups: dict[Hashable, list[int]] = defaultdict(list)
+        for position, key in zip(positions, map_in_threads(measure, [paths[i] for i in positions]), strict=True):
+            groups[key].append(position)
         repeated = [group for group in groups.values() if len(group) > 1]
-        paths = [path for group in repeated for path in group]
+        positions = [position for group in repeated for position in group]
     return repeated
 
 
@@ -193,9 +185,9 @@ def read_background(folder: StrPath, data: DataSet) -> list[Sample]:
     if problems := find_problems(background):
         listed = shorten_list([f"{display_path(path, Path(folder))} ({why})" for path, why in problems.items()])
         raise UsageError(f"--background {folder}: cannot be used: {listed}; remove or replace them")
-    known, paths = {sample.path for sample in data.select("all")}, {sample.path for sample in background}
-    copies = [path for group in find_identical_files(known | paths) if known.intersection(group) for path in group]
-    if both := sorted(paths.intersection([*known, *copies])):
+    own = len(background)
+    groups = find_identical_files([sample.path for sample in (*background, *data.select("all"))])
+    if both := sorted(background[i].path for group in groups if max(group) >= own for i in group if i < own):
         listed = shorten_list([display_path(path, Path(folder)) for path in both])
         raise UsageError(
             f"--background {folder}: {pluralize(len(both), 'image is', 'images are')} in {data.root} too: {listed}; "
@@ -213,9 +205,7 @@ def compute_thumbnail(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
     small = Image.fromarray(pixels[..., :3]).resize((_SIDE, _SIDE), Image.Resampling.BOX)
     vector = np.asarray(small, np.float32).ravel()
     vector = vector - vector.mean()
-    length = float(np.linalg.norm(vector))
-    scaled: NDArray[np.float32] = vector / max(length, 1e-12)
-    return scaled
+    return np.asarray(vector / max(float(np.linalg.norm(vector)), 1e-12))
 
 
 def find_near_copies(train: NDArray[np.float32], others: NDArray[np.float32]) -> NDArray[np.int64]:
@@ -225,9 +215,9 @@ def find_near_copies(train: NDArray[np.float32], others: NDArray[np.float32]) ->
         train: thumbnails of the training images, [n, 768].
         others: thumbnails of another split, [m, 768].
     """
-    found = np.full(len(others), -1, np.int64)
+    copied = np.full(len(others), -1, np.int64)
     if not len(others) or not 2 <= len(train) <= MAX_IMAGES:
-        return found
+        return copied
     sample = np.linspace(0, len(train) - 1, min(len(train), _SAMPLE)).astype(np.int64)
     cosines = train[sample] @ train.T
     cosines[np.arange(len(sample)), sample] = -1
@@ -236,5 +226,5 @@ def find_near_copies(train: NDArray[np.float32], others: NDArray[np.float32]) ->
         cosines = others[start : start + _SAMPLE] @ train.T
         nearest = cosines.argmax(axis=1)
         near = 1 - cosines[np.arange(len(cosines)), nearest] <= limit
-        found[start : start + _SAMPLE] = np.where(near, nearest, -1)
-    return found
+        copied[start : start + _SAMPLE] = np.where(near, nearest, -1)
+    return copied

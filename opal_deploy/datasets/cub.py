@@ -22,28 +22,20 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from opal_deploy.datasets.samples import (
-    Adapter,
-    DataSet,
-    Listing,
-    Sample,
-    build_listing,
-    pluralize,
-    read_text,
-    shorten_list,
-)
+from opal_deploy.datasets.samples import DataSet, Sample, build_dataset, pluralize, read_text, shorten_list
 from opal_deploy.errors import UsageError
 from opal_deploy.preprocess.geometry import Box
 
 IMAGES, BOXES = "images.txt", "bounding_boxes.txt"
 _TABLES = (IMAGES, "image_class_labels.txt", "train_test_split.txt", "classes.txt")
+FILES = (*_TABLES, BOXES)
 _PART_LOCATIONS = Path("parts") / "part_locs.txt"
 _NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
-_ADVICE = "unpack the official archive again, or fix its tables; evaluate --no-parts leaves out those of the parts"
+ADVICE = "unpack the official archive again, or fix its tables; evaluate --no-parts leaves out those of the parts"
 
 
-def _read_cub(folder: Path) -> Listing:
-    """Read the tables of CUB; UsageError where they do not fit each other."""
+def read_cub(folder: Path) -> DataSet:
+    """Read the lists; UsageError where they do not fit each other."""
     images, labels, flags, classes = (read_table(folder / table, 1) for table in _TABLES)
     boxes = read_table(folder / BOXES, 4)
     ids = sorted(classes, key=int)
@@ -53,27 +45,21 @@ def _read_cub(folder: Path) -> Listing:
             split = {"1": "train", "0": "test"}[flags[key][0]]
             sample = Sample(folder / "images" / name, ids.index(labels[key][0]), to_corners(boxes[key]))
         except (KeyError, ValueError) as error:
-            raise UsageError(
-                f"{folder}: image id {key}: no line, class or flag in some table ({error}); {_ADVICE}"
-            ) from None
+            message = f"{folder}: image id {key}: no line, class or flag in some table ({error}); {ADVICE}"
+            raise UsageError(message) from None
         splits[split].append(sample)
-    return build_listing("cub", folder, [classes[key][0] for key in ids], splits, crop="boxes", advice=_ADVICE)
+    return build_dataset("cub", folder, [classes[key][0] for key in ids], splits, crop="boxes")
 
 
 def read_table(path: Path, num_values: int, *, num_ids: int = 1) -> dict[str, list[str]]:
     """Return ids (joined by spaces) to values of one of CUB's tables, in the file's order.
 
-    Args:
-        path: the table.
-        num_values: values per line after the ids. A single value is text and may hold spaces; several are numbers.
-        num_ids: ids at the beginning of each line.
-
-    Raises:
-        UsageError: the table cannot be read, or is in another format.
+    A line has `num_ids` ids, then `num_values` values: a single one is text and may hold spaces, several are numbers.
+    UsageError: the table cannot be read, or is in another format.
     """
     rows: dict[str, list[str]] = {}
     pattern = r"\s+".join([r"(\d+)"] * num_ids + [_NUMBER if num_values > 1 else "(.+)"] * num_values)
-    for number, line in enumerate(read_text(path, _ADVICE).splitlines(), 1):
+    for number, line in enumerate(read_text(path, ADVICE).splitlines(), 1):
         match = re.fullmatch(pattern, line.strip())
         words = match.groups() if match else ()
         key = " ".join(str(int(word)) for word in words[:num_ids])
@@ -82,10 +68,10 @@ def read_table(path: Path, num_values: int, *, num_ids: int = 1) -> dict[str, li
         elif line.strip():
             raise UsageError(
                 f"{path}, line {number}: {line.strip()[:80]!r} is not CUB's format, ids that are new ({num_ids}) and "
-                f"values ({num_values}) separated by spaces; {_ADVICE}"
+                f"values ({num_values}) separated by spaces; {ADVICE}"
             )
     if not rows:
-        raise UsageError(f"{path}: the table is empty; {_ADVICE}")
+        raise UsageError(f"{path}: the table is empty; {ADVICE}")
     return rows
 
 
@@ -103,17 +89,13 @@ def is_cub_boxes(text: str) -> bool:
 def read_cub_boxes(path: Path) -> list[tuple[str, Box]]:
     """Return (path under the images' folder, box) of every image in CUB's bounding_boxes.txt.
 
-    Raises:
-        UsageError: images.txt is not next to the file or lacks some of its ids, or a table is not CUB's.
+    UsageError: images.txt is not next to the file or lacks some of its ids, or a table is not CUB's.
     """
     boxes, names = read_table(path, 4), read_table(path.with_name(IMAGES), 1)
     if unknown := [key for key in boxes if key not in names]:
         ids = pluralize(len(unknown), "image id", "image ids")
         raise UsageError(f"{path}: {ids} that {IMAGES} next to it does not name: {shorten_list(unknown)}")
     return [(names[key][0], to_corners(values)) for key, values in boxes.items()]
-
-
-CUB = Adapter("cub", _read_cub, (*_TABLES, BOXES))
 
 
 @dataclass(frozen=True)
@@ -138,8 +120,7 @@ class PartLocations:
         A crop is (x0, y0, x1, y1), the region of the image that the model sees.
         """
         corner, extent = crops[:, None, :2], crops[:, None, 2:] - crops[:, None, :2]
-        points: NDArray[np.float64] = size * ((self.points - corner) / extent)
-        return points
+        return np.asarray(size * ((self.points - corner) / extent))
 
     def truncated_input_points(self, size: int) -> NDArray[np.int64]:
         """Return int64 [N, P, 2], (x, y) of the parts on their boxes, with part, box and result truncated toward zero.
@@ -161,8 +142,7 @@ def has_parts(data: DataSet) -> bool:
 def read_parts(root: Path, samples: Sequence[Sample]) -> PartLocations:
     """Return the parts of N samples of CUB's folder `root`, row for row.
 
-    Raises:
-        UsageError: a table is missing or not CUB's, or lacks some of the images.
+    UsageError: a table is missing or not CUB's, or lacks some of the images.
     """
     parts = read_table(root / "parts" / "parts.txt", 1)
     keys = {root / "images" / name: key for key, (name,) in read_table(root / IMAGES, 1).items()}
@@ -173,8 +153,8 @@ def read_parts(root: Path, samples: Sequence[Sample]) -> PartLocations:
         sizes = np.array([boxes[key] for key in ids], np.float64).reshape(-1, 4)
         rows = [locations[f"{key} {part}"] for key in ids for part in parts]
     except KeyError as error:
-        raise UsageError(f"{root}: the tables of parts lack a line of {error}; {_ADVICE}") from None
+        raise UsageError(f"{root}: the tables of parts lack a line of {error}; {ADVICE}") from None
     if small := [key for key, size in zip(ids, sizes[:, 2:], strict=True) if size.min() < 1]:
-        raise UsageError(f"{root / BOXES}: boxes of less than a pixel: {shorten_list(small)}; {_ADVICE}")
+        raise UsageError(f"{root / BOXES}: boxes of less than a pixel: {shorten_list(small)}; {ADVICE}")
     values = np.array(rows, np.float64).reshape(len(ids), len(parts), 3)
     return PartLocations(tuple(name for (name,) in parts.values()), values[..., :2], values[..., 2] == 1, sizes)

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import unicodedata
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 
 from opal_deploy.datasets.samples import (
     IMAGE_SUFFIXES,
-    Adapter,
-    Listing,
+    DataSet,
     Sample,
-    build_listing,
+    build_dataset,
     display_path,
     is_hidden,
     is_skipped,
@@ -36,38 +34,40 @@ _SPLITS = {
     "train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "test": "test",
     "testing": "test",
 }  # fmt: skip
-_ADVICE = (
+FOLDER_ADVICE = (
     "expected DATA/<class>/*.jpg or DATA/train/<class>/*.jpg, with images in each folder; for another data set, give "
     "--dataset"
 )
-_LIST, _LIST_COLUMNS = "labels.csv", (("image", "label", "split"), ("image", "label"))
-_LIST_ADVICE = "expected columns image, label and, optionally, split (train, val or test)"
+LIST, _COLUMNS = "labels.csv", (("image", "label", "split"), ("image", "label"))
+LIST_ADVICE = "expected columns image, label and, optionally, split (train, val or test)"
 
 
-def _read_image_folder(root: Path) -> Listing:
+def read_image_folder(root: Path) -> DataSet:
     """List the images; `val` is empty where the data set has no such folder."""
     splits = _find_splits(root) or {"train": root}
     folders = {split: _group_by_class(folder) for split, folder in splits.items()}
     class_names = sorted(folders["train"])
-    samples: dict[str, list[Sample]] = {}
-    problems = []
-    for split, folder in splits.items():
-        samples[split] = [
+    samples = {
+        split: [
             Sample(path, label)
             for label, name in enumerate(class_names)
-            for class_folder in folders[split].get(name, ())
+            for class_folder in by_class.get(name, ())
             for path in list_images(class_folder)
         ]
+        for split, by_class in folders.items()
+    }
+    data = build_dataset("imagefolder", root, class_names, samples)
+    for split, folder in splits.items():
         if class_names and not samples[split]:
-            problems.append(f"no images in {folder.name}/")
+            data.problems.append(f"no images in {folder.name}/")
         if unknown := sorted(folders[split].keys() - folders["train"].keys()):
-            problems.append(f"classes in {folder.name}/ that {splits['train'].name}/ lacks: {shorten_list(unknown)}")
-    listing = build_listing("imagefolder", root, class_names, samples)
+            names = shorten_list(unknown)
+            data.problems.append(f"classes in {folder.name}/ that {splits['train'].name}/ lacks: {names}")
     inside = [path for folder in {root, *splits.values()} for path in folder.iterdir() if not is_hidden(path.name)]
     if images := sorted(path for path in inside if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()):
         names = shorten_list([display_path(path, root) for path in images])
-        listing.data.warnings.append(f"skipped, outside the class folders: {names}")
-    return replace(listing, problems=problems, advice=_ADVICE)
+        data.warnings.append(f"skipped, outside the class folders: {names}")
+    return data
 
 
 def _group_by_class(split: Path) -> dict[str, list[Path]]:
@@ -100,31 +100,26 @@ def subfolders(folder: Path) -> list[Path]:
     return sorted(folders, key=lambda p: p.name)
 
 
-def _read_csv(folder: Path) -> Listing:
+def read_image_list(folder: Path) -> DataSet:
     """Read the list; images without a split are for training."""
-    path = folder / _LIST
-    samples: dict[str, list[tuple[Path, str]]] = defaultdict(list)
-    for number, _, values in read_csv(str(path), read_text(path, _LIST_ADVICE), *_LIST_COLUMNS):
+    path = folder / LIST
+    rows: dict[str, list[tuple[Path, str]]] = defaultdict(list)
+    for number, _, values in read_csv(str(path), read_text(path, LIST_ADVICE), *_COLUMNS):
         image, label, *splits = ((value or "").strip() for value in values)
         split = _SPLITS.get("".join(splits).lower() or "train")
         if not (image and label and split):
-            raise UsageError(f"{path}, line {number}: no image, no label or no known split; {_LIST_ADVICE}")
-        samples[split].append((folder / image, label))
-    names = sorted({label for listed in samples.values() for _, label in listed})
+            raise UsageError(f"{path}, line {number}: no image, no label or no known split; {LIST_ADVICE}")
+        rows[split].append((folder / image, label))
+    names = sorted({label for listed in rows.values() for _, label in listed})
     labels = {name: label for label, name in enumerate(names)}
-    lists = {split: [Sample(image, labels[label]) for image, label in listed] for split, listed in samples.items()}
-    return build_listing("csv", folder, names, lists, advice=_LIST_ADVICE)
+    samples = {split: [Sample(image, labels[label]) for image, label in listed] for split, listed in rows.items()}
+    return build_dataset("csv", folder, names, samples)
 
 
-def _is_csv(folder: Path) -> bool:
-    """Return whether the list has the columns of a data set; it may be a table of something else."""
-    text = read_text(folder / _LIST, _LIST_ADVICE)
+def has_image_list(folder: Path) -> bool:
+    """Return whether `labels.csv` has the columns of a data set; it may be a table of something else."""
+    text = read_text(folder / LIST, LIST_ADVICE)
     try:
-        return next(read_csv(_LIST, text, *_LIST_COLUMNS), None) is not None
+        return next(read_csv(LIST, text, *_COLUMNS), None) is not None
     except UsageError:
         return False
-
-
-CSV = Adapter("csv", _read_csv, (_LIST,), is_own=_is_csv)
-# the registry falls back to it for every folder that no adapter recognises
-IMAGE_FOLDER = Adapter("imagefolder", _read_image_folder, (), is_own=lambda folder: False)

@@ -1,4 +1,4 @@
-"""A data set in memory: images with labels, in three splits; its listing before the images were checked.
+"""A data set in memory: images with labels, in three splits.
 
 Plain data; no image is opened here. Where a data set has no official validation images, a fifth of each class is set
 aside as the paper's authors do it: scikit-learn's StratifiedShuffleSplit(test_size=0.2, random_state=42) over
@@ -12,7 +12,7 @@ import csv
 import io
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -38,7 +38,6 @@ _COLUMNS = {
 SPLIT_FRACTION, SPLIT_SEED = 0.2, 42
 # file of a training run with paths on this machine, which neither checkpoints nor exports carry
 PATHS = "paths.json"
-ADVICE = "unpack the official archives again"
 # names listed in an error or a warning; the rest is counted
 _MAX_LISTED = 20
 
@@ -73,6 +72,7 @@ class DataSet:
         warnings: one line for each kind of tolerated problem.
         skipped: images left out because their headers cannot be read.
         whole: the data set before validation images were set aside; None where it has its own.
+        problems: faults of its lists, with which `check_dataset` refuses it.
     """
 
     root: Path
@@ -85,6 +85,7 @@ class DataSet:
     warnings: list[str] = field(default_factory=list)
     skipped: list[Path] = field(default_factory=list)
     whole: DataSet | None = None
+    problems: list[str] = field(default_factory=list)
 
     @property
     def num_classes(self) -> int:
@@ -126,37 +127,10 @@ class DataSet:
         return {**of_folder, **sizes, "crop": self.crop, "skipped": len(self.skipped)}
 
 
-@dataclass(frozen=True)
-class Listing:
-    """A data set by its lists, whose image files may be missing or broken; the lists' faults, and advice on them."""
-
-    data: DataSet
-    problems: list[str] = field(default_factory=list)
-    advice: str = ADVICE
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """The functions that recognise and read one data set.
-
-    Attributes:
-        name: the name on the command line.
-        read: from the data set's folder to its lists.
-        files: the files that the folder must have, see `missing_files`; a folder that has them all is recognised.
-        is_own: whether a folder with all files is this data set, where their names do not tell.
-    """
-
-    name: str
-    read: Callable[[Path], Listing]
-    files: tuple[str, ...]
-    is_own: Callable[[Path], bool] = lambda folder: True
-
-
-def build_listing(
-    layout: str, folder: Path, class_names: list[str], splits: Mapping[str, list[Sample]], *, crop: Crop | None = None,
-    advice: str = ADVICE,
-) -> Listing:  # fmt: skip
-    """Return a listing of `train`, `val` and `test`; labels without a class and paths elsewhere become problems."""
+def build_dataset(
+    layout: str, folder: Path, class_names: list[str], splits: Mapping[str, list[Sample]], *, crop: Crop | None = None
+) -> DataSet:
+    """Return a data set by its lists; labels without a class, which are left out, and paths elsewhere are problems."""
     problems: list[str] = []
     kept: dict[str, list[Sample]] = {"train": [], "val": [], "test": []}
     for split, samples in splits.items():
@@ -166,17 +140,7 @@ def build_listing(
         paths = [sample.path for sample in samples]
         if outside := [str(p) for p in paths if not p.is_relative_to(folder) or ".." in p.relative_to(folder).parts]:
             problems.append(f"paths in the {split} list that lead out of the folder: {shorten_list(outside)}")
-    data = DataSet(folder, layout, class_names, kept["train"], kept["val"], kept["test"], crop)
-    return Listing(data, problems, advice)
-
-
-def missing_files(folder: Path, *names: str) -> list[str]:
-    """Return the names that `folder` lacks; one that ends in a slash is a folder, and `a|b` is either."""
-
-    def exists(name: str) -> bool:
-        return (folder / name).is_dir() if name.endswith("/") else (folder / name).is_file()
-
-    return [name.replace("|", " or ") for name in names if not any(map(exists, name.split("|")))]
+    return DataSet(folder, layout, class_names, kept["train"], kept["val"], kept["test"], crop, problems=problems)
 
 
 def is_hidden(*names: str) -> bool:
@@ -254,12 +218,11 @@ def stratified_split(data: DataSet) -> tuple[list[Sample], list[Sample]]:
     from sklearn.model_selection import StratifiedShuffleSplit
 
     samples, names = data.train, data.class_names
-    folders: list[set[str]] = [set() for _ in names]
-    for sample in samples:
-        folders[sample.label].add(str(sample.path.parent))
-    alone = all(len(own) <= 1 for own in folders) and len(set().union(*folders)) == sum(map(len, folders))
-    keys = [min(own, default="") if alone else name for own, name in zip(folders, names, strict=True)]
-    ranks = {label: rank for rank, label in enumerate(sorted(range(len(keys)), key=keys.__getitem__))}
+    folders = {(sample.label, str(sample.path.parent)) for sample in samples}
+    keys = dict(folders)
+    if not len(folders) == len(keys) == len({*keys.values()}):
+        keys = dict(enumerate(names))
+    ranks = {label: rank for rank, label in enumerate(sorted(keys, key=keys.__getitem__))}
     # torchvision walks a class's folders one after the other
     paths = [(ranks[sample.label], str(sample.path.parent), sample.path.name) for sample in samples]
     order = sorted(range(len(samples)), key=paths.__getitem__)
