@@ -33,13 +33,13 @@ from opal_deploy.model.neighbours import MAX_IMAGES
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import checkpoints, head_fit, machine, out_of_fold
 from opal_deploy.train.checkpoints import LabelledOutputs, RunWriter, TrainState
-from opal_deploy.train.cost import PASSES, describe_cost
-from opal_deploy.train.doubtful import write_answers
 from opal_deploy.train.images import MEGABYTE, Batches, Loaders, normalize, prepare_images
 from opal_deploy.train.losses import NetworkTerms, Objective, make_objective, read_regions_channel
 from opal_deploy.train.network import (
+    PASSES,
     Run,
     build_network,
+    describe_cost,
     describe_run,
     describe_weights,
     find_kept_slots,
@@ -236,7 +236,7 @@ def finish_head_fit(trained: Trained, fitted: Fitted, seconds: float, state: Tra
         val = measured.val
         with stop_when_full():
             temperature = measured.calibration.temperature
-            doubtful = write_answers(files.answers, files.doubtful, answers, run.data, temperature)
+            doubtful = out_of_fold.write_answers(files.answers, files.doubtful, answers, run.data, temperature)
         for line in out_of_fold.describe_answers(answers, run.data):
             run.log(line)
         if doubtful:
@@ -295,8 +295,7 @@ def learning_rate(options: TrainOptions, progress: float) -> float:
 def run_epoch(run: Run, trained: Trained, loaders: Loaders, epoch: int, epochs: int) -> tuple[EpochRecord, Evaluation]:
     """Train and validate one epoch, counted from 1.
 
-    Raises:
-        DivergenceError: a loss is not finite; raised in every process alike.
+    DivergenceError: a loss is not finite; raised in every process alike.
     """
     options, fabric, batches, optimizer = run.options, run.fabric, loaders.train, trained.optimizer
     per_epoch = len(run.data.train) + len(run.data.val)

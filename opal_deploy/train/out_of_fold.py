@@ -10,12 +10,14 @@ A plain classifier of the same features, the logistic regression that anybody wo
 
 from __future__ import annotations
 
+import csv
 import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +30,9 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
-from opal_deploy.artifact.outputs import Outputs
-from opal_deploy.datasets.samples import DataSet, Sample
+from opal_deploy.artifact.files import atomic_write
+from opal_deploy.artifact.outputs import Outputs, compute_probabilities
+from opal_deploy.datasets.samples import DataSet, Sample, display_path
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.metrics import mean_with_interval
 from opal_deploy.evaluation.patches import MAX_IMAGES
@@ -39,10 +42,14 @@ from opal_deploy.model.backbones import own_stride
 from opal_deploy.model.head import OpalHead
 from opal_deploy.model.neighbours import Neighbours, max_images
 from opal_deploy.model.network import OpalNetwork
+from opal_deploy.preprocess.decode import decode
+from opal_deploy.preprocess.geometry import compute_geometry
 from opal_deploy.runtime.torch_session import to_outputs
 from opal_deploy.train.head_fit import FrozenFeatures, fit_head
 from opal_deploy.train.losses import make_objective
 from opal_deploy.train.network import Run, build_network
+from opal_deploy.visualization.overlay import embed_jpeg
+from opal_deploy.visualization.pages import Picture, render_page, save_page
 
 FOLDS = 5
 PLAIN = "a logistic regression on the network's mean features, without explanation"
@@ -56,6 +63,8 @@ _STRENGTHS = (0.01, 0.1, 1.0)
 _BATCH = 64
 # pairs of classes that are listed as confused
 _PAIRS = 3
+# photographs on the page of doubtful labels, the most doubtful ones, and their longer side in pixels
+_SHOWN, _SIDE = 60, 240
 
 
 @dataclass(frozen=True)
@@ -265,3 +274,74 @@ def describe_answers(answers: OutOfFold, data: DataSet) -> Iterator[str]:
         f"{PLAIN}: {answers.plain.mean():.1%} "
         f"(difference {100 * lead.mean:+.1f} points, 95 %: {100 * lead.low:+.1f} to {100 * lead.high:+.1f})"
     )
+
+
+def find_doubtful(probabilities: NDArray[np.float64], labels: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return which labels the other folds contradict confidently, bool [n].
+
+    Confident learning (Northcutt, Jiang and Chuang, JAIR 2021): another class than the label is the most probable, with
+    at least the mean probability that photographs labelled with that class have of it. Probabilities, [n, C], are
+    calibrated and out of fold; labels are int64 [n].
+    """
+    own = probabilities[np.arange(len(labels)), labels]
+    counts = np.bincount(labels, minlength=probabilities.shape[1])
+    means = np.bincount(labels, own, minlength=probabilities.shape[1]) / np.maximum(counts, 1)
+    predicted = probabilities.argmax(axis=1)
+    doubtful: NDArray[np.bool_] = (predicted != labels) & (probabilities.max(axis=1) >= means[predicted])
+    return doubtful
+
+
+def write_answers(table: Path, page: Path, answers: OutOfFold, data: DataSet, temperature: float | None) -> int:
+    """Write the answers as a table, one row per image, doubtful labels first, and a page of these; return their number.
+
+    Probabilities are calibrated by `temperature`; without one, none are written and no label is doubted. Without a
+    doubtful label there is no page.
+    """
+    logits, labels = answers.outputs.logits, answers.labels
+    predicted, doubtful = logits.argmax(axis=1), np.zeros(len(labels), np.bool_)
+    probabilities = None
+    if temperature is not None:
+        every = np.broadcast_to(np.arange(data.num_classes), logits.shape)
+        probabilities = compute_probabilities(logits, every, temperature)
+        doubtful = find_doubtful(probabilities, labels)
+    with atomic_write(table) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(["image", "label", "predicted", "probability", "label_probability", "doubtful"])
+        for row in sorted(range(len(labels)), key=lambda row: not doubtful[row]):
+            sample, own, other = data.train[answers.positions[row]], int(labels[row]), int(predicted[row])
+            pair = ["", ""] if probabilities is None else [f"{probabilities[row, c]:.4f}" for c in (other, own)]
+            names = [display_path(sample.path, data.root), data.class_names[own], data.class_names[other]]
+            writer.writerow([*names, *pair, int(doubtful[row])])
+    if probabilities is not None and doubtful.any():
+        _write_page(page, answers, data, probabilities, np.flatnonzero(doubtful))
+    return int(doubtful.sum())
+
+
+def _write_page(
+    page: Path, answers: OutOfFold, data: DataSet, probabilities: NDArray[np.float64], doubtful: NDArray[np.int64]
+) -> None:
+    """Write the page: each doubtful photograph with those of its label and of the other class that it is most like."""
+    pooled, labels, predicted = answers.pooled, answers.labels, probabilities.argmax(axis=1)
+    directions = pooled - pooled.mean(axis=0)
+    directions /= np.maximum(np.linalg.norm(directions, axis=1, keepdims=True), 1e-12)
+    cards: list[dict[str, Any]] = []
+    for row in sorted(doubtful.tolist(), key=lambda row: -probabilities[row].max())[:_SHOWN]:
+        cosines = directions @ directions[row]
+        cosines[row] = -2
+        card: dict[str, Any] = {"picture": _picture(answers, data, row)}
+        for kind, label in (("label", int(labels[row])), ("other", int(predicted[row]))):
+            like = np.flatnonzero(labels == label)
+            nearest = int(like[cosines[like].argmax()]) if len(like) else row
+            picture = None if nearest == row else _picture(answers, data, nearest)
+            card[kind] = {"name": data.class_names[label], "share": probabilities[row, label], "picture": picture}
+        cards.append(card)
+    text = render_page(__package__, "doubtful", cards=cards, total=len(doubtful), answered=len(labels))
+    save_page(page, text)
+
+
+def _picture(answers: OutOfFold, data: DataSet, row: int) -> Picture:
+    sample = data.train[answers.positions[row]]
+    image = decode(sample.path)
+    image = image.crop(compute_geometry(image.size, sample.box).crop)
+    image.thumbnail((_SIDE, _SIDE))
+    return Picture(embed_jpeg(image), display_path(sample.path, data.root))

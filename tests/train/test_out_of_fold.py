@@ -14,10 +14,9 @@ from opal_deploy.datasets.samples import split_off_validation
 from opal_deploy.errors import UsageError
 from opal_deploy.logs import no_progress
 from opal_deploy.model import checkpoint
-from opal_deploy.train.doubtful import find_doubtful, write_answers
 from opal_deploy.train.head_fit import Basis
 from opal_deploy.train.machine import start_fabric
-from opal_deploy.train.out_of_fold import OutOfFold, assign_folds, group_copies
+from opal_deploy.train.out_of_fold import OutOfFold, assign_folds, find_doubtful, group_copies, write_answers
 from tests.train.fitting import fit
 
 
