@@ -173,8 +173,7 @@ def map_in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R
 def read_background(folder: StrPath, data: DataSet) -> list[Sample]:
     """Return the out-of-distribution images of `--background`, whole, with label 0, checked like a data set's images.
 
-    Raises:
-        UsageError: there are fewer than five, one is damaged by its header, or one is in the data set, too.
+    UsageError: there are fewer than five, one is damaged by its header, or one is in the data set, too.
     """
     background = [Sample(path, 0) for path in list_images(Path(folder))]
     if len(background) < _MIN_BACKGROUND:

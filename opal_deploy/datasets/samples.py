@@ -174,8 +174,7 @@ def read_csv(
 
     Columns may have the names of Kaggle's lists (`Image`, `filename`, `class`).
 
-    Raises:
-        UsageError: names `shown`; it has none of the choices, or is not CSV.
+    UsageError: names `shown`; it has none of the choices, or is not CSV.
     """
     expected = " or ".join(map(",".join, choices))
     try:
@@ -211,8 +210,7 @@ def stratified_split(data: DataSet) -> tuple[list[Sample], list[Sample]]:
     The split depends on the order of images and classes, which is that of torchvision's ImageFolder: by class folder,
     then by path. A class's folder is the one that holds exactly its images, or else one with the class's name.
 
-    Raises:
-        UsageError: a class has a single image, or a fifth would have fewer images than classes.
+    UsageError: a class has a single image, or a fifth would have fewer images than classes.
     """
     require("sklearn", "train", "a data set without an official split", pip_name="scikit-learn")
     from sklearn.model_selection import StratifiedShuffleSplit
@@ -291,8 +289,7 @@ def describe_never_predicted(images: Mapping[str, int], predicted: Collection[st
 def list_images(folder: Path) -> list[Path]:
     """Return the files below a folder with an image format's suffix, sorted; none is hidden or an output of `infer`.
 
-    Raises:
-        UsageError: the folder is missing, or it or one below cannot be read.
+    UsageError: the folder is missing, or it or one below cannot be read.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder of images")

@@ -89,8 +89,7 @@ def predict(
     They are those of all processes of `fabric`; None is this one. With `lower_precision` the backbone computes in the
     run's precision; the head stays float32, as in exported files.
 
-    Raises:
-        UsageError: names an image that cannot be decoded.
+    UsageError: names an image that cannot be decoded.
     """
     network.eval()
     device, config = next(network.parameters()).device, network.config

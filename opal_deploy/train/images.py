@@ -239,8 +239,7 @@ def prepare_images(
 
     Images that cannot be decoded are left out with a warning. Where all fit into `--cache-megabytes`, they are kept.
 
-    Raises:
-        UsageError: no images are left, or too few for the processes.
+    UsageError: no images are left, or too few for the processes.
     """
     augmentation = None
     if options.augment != "none":

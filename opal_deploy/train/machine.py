@@ -35,8 +35,7 @@ def start_fabric(device: str, precision: str) -> tuple[Fabric, str]:
     With several processes each takes the GPU of its local rank. The precision `auto` is float32 on a CPU; on a GPU
     bfloat16 where it is native, else float16.
 
-    Raises:
-        UsageError: no such device, or fewer GPUs than processes.
+    UsageError: no such device, or fewer GPUs than processes.
     """
     size, local_size = int(os.environ.get("WORLD_SIZE", "1")), local_processes()
     chosen = torch_device(device)

@@ -60,10 +60,6 @@ _MAX_FROZEN = 1_000
 _data, _tuning, _advanced = (partial(Option, panel=panel) for panel in ("Data", "Optimisation", "Advanced"))
 
 
-def _switch(name: str) -> str:
-    return f"--{name}/--no-{name}"
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Options):
     """The resolved options of a run.
@@ -92,10 +88,10 @@ class TrainOptions(Options):
         default="16 with --keep-layers (grounded), all layers (paper)")] = None
     keep_layers: Annotated[bool, _advanced(
         "With --stride: keep the later layers too; their last feature map is upsampled and stacked on the finer one.",
-        flag=_switch("keep-layers"))] = False
+        flag="--keep-layers/--no-keep-layers")] = False
     adapt_stride: Annotated[bool, _advanced(
         "Where the backbone has no cells of the recipe's stride, use its own.",
-        default="on in grounded unless --stride is given", flag=_switch("adapt-stride"))] = False
+        default="on in grounded unless --stride is given", flag="--adapt-stride/--no-adapt-stride")] = False
     epochs: Annotated[int | None, Option(
         "Epochs of fine-tuning; 0 fits the head only.", min=0,
         default="24, or 2 for more than 1,000 images (grounded), 30 (paper)")] = None
@@ -121,18 +117,18 @@ class TrainOptions(Options):
     dataset: Annotated[str | None, _data(
         "cub, dogs, cars, pets, flowers, imagenet, caltech101, dtd, sun397, csv or imagefolder.",
         default="recognised by its files")] = None
-    boxes: Annotated[bool, _data("Crop to the data set's boxes.", default="--boxes", flag=_switch("boxes"))] = True
+    boxes: Annotated[bool, _data("Crop to the data set's boxes.", default="--boxes", flag="--boxes/--no-boxes")] = True
     head: Annotated[Literal["opal", "linear", "plain", "additive"], _advanced(
         "linear: the paper's linear head, a dense layer on pooled features normalised to length 1. plain: the "
         "network's own classifier, as it is usually fine-tuned. additive: `export --slots`.", default="opal")] = "opal"
     prototypes: Annotated[int, Option("Prototypes per class, m.", min=1, default="5")] = 5
     distance: Annotated[Distance, _advanced("Distance between embedding and anchors.", default="l2")] = "l2"
     pooling: Annotated[Pooling, _advanced("Pooling over cells.", default="max, for the linear head avg")] = "max"
-    cws: Annotated[bool, _advanced("Channel-wise softmax; without it: an ablation.", flag=_switch("cws"))] = True
+    cws: Annotated[bool, _advanced("Channel-wise softmax; without it: an ablation.", flag="--cws/--no-cws")] = True
     projection: Annotated[bool, _advanced(
-        "1x1 convolution; without it: an ablation.", flag=_switch("projection"))] = True
+        "1x1 convolution; without it: an ablation.", flag="--projection/--no-projection")] = True
     anchors: Annotated[bool, _advanced(
-        "Anchors; without them, a dense layer: an ablation.", flag=_switch("anchors"))] = True
+        "Anchors; without them, a dense layer: an ablation.", flag="--anchors/--no-anchors")] = True
     patience: Annotated[int | None, _tuning(
         "Stop after this many epochs without a lower validation loss.", min=1, default="all epochs are trained")] = None
     class_weights: Annotated[Literal["none", "balanced"], _tuning(
@@ -162,11 +158,11 @@ class TrainOptions(Options):
         "Folder of out-of-distribution images, e.g. empty scenes. They are not trained on; they help --unknown flag "
         "similar images.", default="none", cli=str)] = None
     seed: Annotated[int, _tuning("Seed of weights, order and augmentation.", min=0, max=2**63 - 1, default="0")] = 0
-    tf32: Annotated[bool, _advanced("Allow TF32 on the GPU.", flag=_switch("tf32"))] = False
+    tf32: Annotated[bool, _advanced("Allow TF32 on the GPU.", flag="--tf32/--no-tf32")] = False
     cache_megabytes: Annotated[int, _advanced(
         "Memory for decoded images and for features of the frozen network, in megabytes.", min=0,
         default="1024")] = 1024
-    tensorboard: Annotated[bool, _advanced("Log for TensorBoard.", flag=_switch("tensorboard"))] = False
+    tensorboard: Annotated[bool, _advanced("Log for TensorBoard.", flag="--tensorboard/--no-tensorboard")] = False
     out: Annotated[StrPath | None, Option("Run directory.", default="runs/<name of DATA>", cli=Path)] = None
     resume: Annotated[bool, Option("Resume the run in --out with its own options, or start one.")] = False
     overwrite: Annotated[bool, Option("Replace the run in --out.")] = False
@@ -264,16 +260,17 @@ def load_recipe(name: str) -> dict[str, Any]:
 
     `name` is a recipe of the package, or the path of a file whose keys are options, perhaps in sections of any name.
 
-    Raises:
-        UsageError: no such recipe, not TOML, unknown keys, or values of the wrong type.
+    UsageError: no such recipe, not TOML, unknown keys, or values of the wrong type.
     """
     own = {path.stem: path for path in sorted((Path(__file__).parent / "recipes").glob("*.toml"))}
     path = own.get(name, Path(name))
     if not path.is_file():
         raise UsageError(f"recipe {name!r}: no such file, and not one of {', '.join(own)}; give a .toml file")
+    stored: dict[str, Any] = {}
     try:
         # a path to weights may hold bytes that are not UTF-8
-        stored = flatten_sections(read_toml(path, "surrogateescape"))
+        for key, value in read_toml(path, "surrogateescape").items():
+            stored |= value if isinstance(value, dict) else {key: value}
     except (OSError, ValueError) as error:
         raise UsageError(f"recipe {name}: cannot be read as TOML ({error})") from None
     types = {field.name: kind for field, kind, _ in option_fields(TrainOptions) if field.name not in _CALL_OPTIONS}
@@ -294,19 +291,10 @@ def load_recipe(name: str) -> dict[str, Any]:
     return options
 
 
-def flatten_sections(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a TOML document and of its sections together."""
-    flat: dict[str, Any] = {}
-    for key, value in raw.items():
-        flat |= value if isinstance(value, dict) else {key: value}
-    return flat
-
-
 def resolve(recipe: Mapping[str, Any], options: Mapping[str, Any]) -> TrainOptions:
     """Return the options of a run: those given by name, laid over a recipe's; None leaves one to the recipe.
 
-    Raises:
-        UsageError: options that contradict each other, or values that no run can have.
+    UsageError: options that contradict each other, or values that no run can have.
     """
     base = dict(recipe)
     given = {name: value for name, value in options.items() if value is not None}
@@ -355,8 +343,7 @@ def default_weights(name: str) -> str:
     For torchvision these are the paper's: the second set for ResNets, else the first. For timm, which is imported, it
     is the tag in the name, or timm's default.
 
-    Raises:
-        UsageError: the library has no such network, or timm no weights for it.
+    UsageError: the library has no such network, or timm no weights for it.
     """
     check_network(name)
     if name.startswith(TIMM_PREFIX):

@@ -6,6 +6,8 @@ runs. Metrics are in per cent, differences in percentage points. Imports no torc
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -14,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.artifact.files import read_json, read_toml, write_json
+from opal_deploy.artifact.files import read_json, write_json
 from opal_deploy.datasets.cub import has_parts
 from opal_deploy.datasets.registry import DATASET_NAMES, read_dataset
 from opal_deploy.errors import OpalError, StoppedEarly, UsageError
@@ -22,7 +24,7 @@ from opal_deploy.evaluation.api import evaluate_model
 from opal_deploy.evaluation.metrics import format_columns
 from opal_deploy.logs import Log, Progress
 from opal_deploy.train.api import is_main_process, train_model
-from opal_deploy.train.options import default_weights, flatten_sections
+from opal_deploy.train.options import CHANGEABLE_ON_RESUME, default_weights, load_recipe
 
 PAPER: dict[str, Any] = tomllib.loads((resources.files("opal_deploy.train") / "paper.toml").read_text("utf-8"))
 _SIDES = ("ours", "paper")
@@ -34,8 +36,6 @@ _METRICS = {
     "consistency": (_PARTS, "prototype_consistency"),
     "stability": (_PARTS, "prototype_stability"),
 }
-# these change how fast and where a run computes, not what
-_MACHINE_OPTIONS = ("device", "workers", "cache_megabytes", "tensorboard")
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,8 @@ def make_plan(
     if not chosen:
         raise UsageError(f"no row of {name} matches {' or '.join(only)}; expected one of {'; '.join(rows)}")
     chosen = [row for row in rows.values() if row in chosen]
-    try:
-        sections = {} if recipe == "paper" else read_toml(Path(recipe), "surrogateescape")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--recipe {recipe}: cannot be read ({error}); give paper or a .toml file") from None
-    # `train_model` checks the keys
-    values = flatten_sections(sections)
+    # by its path, not as one of the package's other recipes; and as reproduce.json has it
+    values = {} if recipe == "paper" else json.loads(json.dumps(load_recipe(os.path.abspath(recipe))))
     names = sorted(datasets or table["datasets"], key=[*table["datasets"], *datasets].index)
     runs = [Run(dataset, row, seed, out / dataset / f"{row.folder(values)}-seed{seed}",
                 {"recipe": values, "options": row.keywords(), "seed": seed})
@@ -131,8 +127,7 @@ def make_plan(
 def train_runs(plan: Plan, folders: Mapping[str, Path], recipe: str, progress: Progress, log: Log) -> list[OpalError]:
     """Train the unfinished runs, measure the parts of finished ones, and return the errors of those that failed.
 
-    Raises:
-        UsageError: a data set is wrong, or has no parts for a table about parts only.
+    UsageError: a data set is wrong, or has no parts for a table about parts only.
     """
     files = {_METRICS[metric][0] for metric in plan.table["metrics"]}
     todo = [run for run in plan.runs if not all((run.folder / file).is_file() for file in (_SUMMARY, *files))
@@ -245,10 +240,12 @@ def _find_deviations(run: Run) -> list[str]:
     options = {**options, **options.get("head", {})}
     # a finished run knows what `auto` stood for, and how many epochs were planned
     options |= {key: config[key] for key in ("precision", "epochs", "batch_size") if key in config}
+    # these change how fast and where a run computes, not what
+    ignored = CHANGEABLE_ON_RESUME - {"epochs"} | {"head"}
     lines = [
         f"{key} {value} instead of {expected.get(key)}"
         for key, value in options.items()
-        if key not in ("head", *_MACHINE_OPTIONS) and (value or None) != (expected.get(key) or None)
+        if key not in ignored and (value or None) != (expected.get(key) or None)
     ]
     data, official = config.get("data"), PAPER["datasets"].get(run.dataset)
     if data and official and (counts := [data["classes"], data["train"] + data["val"], data["test"]]) != official:

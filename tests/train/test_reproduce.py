@@ -106,7 +106,7 @@ def test_a_table_about_parts_needs_parts_before_anything_is_trained(call, tmp_pa
 REFUSED = {
     "ablations": "expected one of methods", "ablation": "no data set", "ablation --data cub": "NAME=FOLDER",
     "ablation --data cub=/no/such/folder": "no such folder", "ablation --dry-run --row m=7": "no row",
-    "ablation --recipe /no/such.toml": "cannot be read", "ablation --seeds 0,0": "whole numbers",
+    "ablation --recipe /no/such.toml": "no such file", "ablation --seeds 0,0": "whole numbers",
 }  # fmt: skip
 
 
