@@ -26,7 +26,7 @@ from opal_deploy.predict.prepare import InferenceOptions, Pixels, Prepared, Resu
 from opal_deploy.preprocess.decode import Source
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.names import source_name
-from opal_deploy.runtime.session import Session, check_batch, pinned
+from opal_deploy.runtime.session import Session, SplitSession, check_batch, pinned
 from opal_deploy.sources.image import InputImage
 from opal_deploy.timing import NO_OP_TIMER
 
@@ -53,9 +53,9 @@ class _Image:
 class Service(AbstractContextManager["Service"]):
     """Gathers images into batches as they arrive, and turns each into its record.
 
-    A batch holds the images that wait when a session becomes free, up to `options.batch`; an image waits up to
-    `max_wait` for others that are in flight. On a GPU, full batches are added while others are in flight. Image files
-    and pixels share batches. Every method may be called from any thread; `close` ends the service's threads.
+    A batch holds a session's share of the images in flight, up to `options.batch`; an image waits up to `max_wait` for
+    others. On a GPU, full batches are added while others are in flight. On a CPU with at least one image per core, each
+    core runs its own batch. Image files and pixels share batches. Every method may be called from any thread.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Service(AbstractContextManager["Service"]):
         """Start the threads; `Model.serve` calls this.
 
         Args:
-            sessions: of one model; each runs on its own thread.
+            sessions: of one model; each has its own thread, and a `SplitSession` one per core.
             options: how images are decoded, batched and predicted.
             max_wait: maximum seconds that an image waits for others in flight to fill its batch.
             capacity: maximum images in flight, from `submit` to their record.
@@ -84,7 +84,13 @@ class Service(AbstractContextManager["Service"]):
         self._closed, self._in_flight = False, 0
         # None ends the sessions' threads. In Python 3.11, SimpleQueue's get with a timeout may wait for ever
         self._ready: queue.Queue[_Image | None] = queue.Queue()
-        predictors = [BatchPredictor(session, options) for session in sessions]
+        self._gathering = threading.Lock()
+        predictors = [
+            BatchPredictor(core, options)
+            for session in sessions
+            for core in (session.split(self._is_busy) if isinstance(session, SplitSession) else [session])
+        ]
+        self._runners = len(predictors)
         with ExitStack() as stack:
             # per session the batches in flight and the one being gathered
             count = sum(predictor.depth + 1 for predictor in predictors)
@@ -173,6 +179,9 @@ class Service(AbstractContextManager["Service"]):
                 raise RuntimeError("the service is closed")
             self._in_flight += images
 
+    def _is_busy(self, cores: int) -> bool:
+        return self._in_flight >= cores
+
     def _give_back(self, images: int) -> None:
         with self._state:
             self._in_flight -= images
@@ -216,26 +225,26 @@ class Service(AbstractContextManager["Service"]):
             raise queue.Empty
         images: list[_Image] = []
         deadline = 0.0
-        while len(images) < self._batch:
-            # the first image waits for others only while any are in flight
-            seconds = deadline - time.monotonic() if self._in_flight > len(images) else 0.0
-            try:
-                image = self._ready.get(wait, max(0.0, seconds) if images else None)
-            except queue.Empty:
-                if not images:
-                    raise
-                break
-            if image is None:
-                # ends the other sessions' threads
-                self._ready.put(None)
-                break
-            if not image.future.set_running_or_notify_cancel():
-                image.release()
-                self._give_back(1)
-                continue
-            images.append(image)
-            if len(images) == 1:
-                deadline = image.since + (self._max_wait if wait else 0.0)
+        with self._gathering:
+            # no waiting for images that are not in flight, nor for those that the other threads will take
+            while len(images) < self._batch and not (images and len(images) * self._runners >= self._in_flight):
+                try:
+                    image = self._ready.get(wait, max(0.0, deadline - time.monotonic()) if images else None)
+                except queue.Empty:
+                    if not images:
+                        raise
+                    break
+                if image is None:
+                    # ends the other sessions' threads
+                    self._ready.put(None)
+                    break
+                if not image.future.set_running_or_notify_cancel():
+                    image.release()
+                    self._give_back(1)
+                    continue
+                images.append(image)
+                if len(images) == 1:
+                    deadline = image.since + (self._max_wait if wait else 0.0)
         return images
 
     def _answer(self, images: list[_Image], batch: PreparedBatch, since: float, done: Future[Predicted]) -> None:

@@ -7,9 +7,11 @@ On the CPU, a session uses one thread per CPU of the process's affinity. TensorR
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from opal_deploy.errors import (
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.runtime.cuda import diagnose_gpu
 from opal_deploy.runtime.devices import available_cpus, find_gpu_problem, has_vnni, parse_device, read_driver
-from opal_deploy.runtime.session import ImageBatch, check_batch
+from opal_deploy.runtime.session import ImageBatch, Session, check_batch
 
 CUDA = "CUDAExecutionProvider"
 CPU = "CPUExecutionProvider"
@@ -154,6 +156,41 @@ class OnnxSession:
         with translate_errors(len(images)):
             arrays = self._session.run(list(self.metadata.outputs), {INPUT: images})
         return Outputs.from_arrays(dict(zip(self.metadata.outputs, arrays, strict=True)))
+
+    def split(self, is_busy: Callable[[int], bool]) -> list[Session]:
+        """See `SplitSession.split`; loads the graph a second time, raising ArtifactError if the file has changed."""
+        if self.device != "cpu" or self.threads == 1:
+            return [self]
+        onnx_file.check_digest(self._path, self.metadata)
+        narrow = copy.copy(self)
+        narrow.threads = 1
+        narrow._session = narrow._load([CPU])
+        return [_Core(self, narrow, functools.partial(is_busy, self.threads)) for _ in range(self.threads)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Core:
+    """One of a session's cores: runs batches on one thread while `is_busy`, else on all of `wide`'s.
+
+    Threads that share a batch wait for each other after every layer. ONNX Runtime's sessions run in parallel.
+    """
+
+    wide: OnnxSession
+    narrow: OnnxSession
+    is_busy: Callable[[], bool]
+    device = "cpu"
+    batch_invariant = True
+
+    @property
+    def metadata(self) -> Metadata:
+        return self.wide.metadata
+
+    @property
+    def description(self) -> str:
+        return self.wide.description
+
+    def run(self, images: ImageBatch) -> Outputs:
+        return (self.narrow if self.is_busy() else self.wide).run(images)
 
 
 def session_options(threads: int, *, on_cpu: bool = True) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
@@ -92,6 +92,18 @@ class PaddingSession(Session, Protocol):
 
     def add_batch_size(self, size: int) -> None:
         """Execute batches of `size` images without padding, for a caller whose batches all have one size."""
+
+
+@runtime_checkable
+class SplitSession(Session, Protocol):
+    """A session that can run a batch on each of its cores, which takes less time than sharing one batch."""
+
+    def split(self, is_busy: Callable[[int], bool]) -> list[Session]:
+        """Return one session per core, for as many threads; or the session itself, if it cannot be split.
+
+        Args:
+            is_busy: called with the number of cores before each batch; if False, the batch runs on all of them.
+        """
 
 
 @runtime_checkable
