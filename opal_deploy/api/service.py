@@ -123,11 +123,20 @@ class Service(AbstractContextManager["Service"]):
             queue.Full: `capacity` images are in flight, and `wait` is False. RuntimeError: the service is closed.
         """
         request = InputImage(source_name(image), image, box)
-        return self._submit([request], lambda result: Explanation(result.record), wait=wait)[0]
+        return self.submit_requests([request], lambda result: Explanation(result.record), wait=wait)[0]
 
-    def submit_requests(self, requests: Sequence[InputImage], *, wait: bool = True) -> list[Future[Result]]:
-        """Begin to classify images, all or none, and return a future of each result; raise ValueError if too many."""
-        return self._submit(requests, lambda result: result, wait=wait)
+    def submit_requests(
+        self, requests: Sequence[InputImage], convert: Callable[[Result], T], *, wait: bool = True
+    ) -> list[Future[T]]:
+        """Begin to classify images, all or none; return futures of converted results; raise as `submit_pixels`."""
+        self._acquire(len(requests), wait=wait)
+        futures: list[Future[T]] = [Future() for _ in requests]
+        submitted = time.monotonic()
+        for request, future in zip(requests, futures, strict=True):
+            # an image that is cancelled while it waits for a decoder is not decoded
+            prepared = self._decoders.submit([request], future.cancelled)
+            prepared.add_done_callback(partial(self._add_ready, future, convert, submitted))
+        return futures
 
     def submit_pixels(self, pixels: Pixels, *, wait: bool = True) -> list[Future[Outputs]]:
         """Begin to compute the outputs of prepared images, all or none; return a future of each row, N = 1.
@@ -157,16 +166,6 @@ class Service(AbstractContextManager["Service"]):
 
     def __exit__(self, *details: object) -> None:
         self.close()
-
-    def _submit(self, requests: Sequence[InputImage], convert: Callable[[Result], T], *, wait: bool) -> list[Future[T]]:
-        self._acquire(len(requests), wait=wait)
-        futures: list[Future[T]] = [Future() for _ in requests]
-        submitted = time.monotonic()
-        for request, future in zip(requests, futures, strict=True):
-            # an image that is cancelled while it waits for a decoder is not decoded
-            prepared = self._decoders.submit([request], future.cancelled)
-            prepared.add_done_callback(partial(self._add_ready, future, convert, submitted))
-        return futures
 
     def _acquire(self, images: int, *, wait: bool) -> None:
         if images > self.capacity:
@@ -224,27 +223,25 @@ class Service(AbstractContextManager["Service"]):
             # the device is busy, so let the batch grow
             raise queue.Empty
         images: list[_Image] = []
-        deadline = 0.0
         with self._gathering:
             # no waiting for images that are not in flight, nor for those that the other threads will take
             while len(images) < self._batch and not (images and len(images) * self._runners >= self._in_flight):
+                seconds = max(0.0, images[0].since + self._max_wait - time.monotonic()) if images else None
                 try:
-                    image = self._ready.get(wait, max(0.0, deadline - time.monotonic()) if images else None)
+                    image = self._ready.get(wait, seconds)
                 except queue.Empty:
-                    if not images:
-                        raise
-                    break
+                    if images:
+                        break
+                    raise
                 if image is None:
                     # ends the other sessions' threads
                     self._ready.put(None)
                     break
-                if not image.future.set_running_or_notify_cancel():
+                if image.future.set_running_or_notify_cancel():
+                    images.append(image)
+                else:
                     image.release()
                     self._give_back(1)
-                    continue
-                images.append(image)
-                if len(images) == 1:
-                    deadline = image.since + (self._max_wait if wait else 0.0)
         return images
 
     def _answer(self, images: list[_Image], batch: PreparedBatch, since: float, done: Future[Predicted]) -> None:

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from opal_deploy._version import __version__
 from opal_deploy.api.model import Model
-from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.artifact.outputs import INPUT, Outputs
 from opal_deploy.errors import OutOfMemory, StoppedEarly
 from opal_deploy.predict.explain_tensors import BOX, EXPLAIN_SUFFIX, IMAGE, NAME, RECORD, build_explain_requests
 from opal_deploy.records.lines import to_json_line
@@ -123,7 +123,18 @@ class _Handlers:
             # long JSON would hold up the other requests
             parsed = await asyncio.to_thread(parse_request, body, json_size, inputs, outputs, model.service.capacity)
             request.state.images = len(next(iter(parsed.inputs.values())))
-            tensors = await (_infer_records if explains else _infer_pixels)(self._state, model, parsed.inputs)
+            tensors: dict[str, Tensor]
+            if explains:
+                images: Any = parsed.inputs[IMAGE]
+                names: Any = parsed.inputs.get(NAME)
+                records = await _classify(self._state, model, images, names, parsed.inputs.get(BOX))
+                tensors = {RECORD: [to_json_line(record).rstrip(b"\n") for record in records]}
+            else:
+                pixels: Any = parsed.inputs[INPUT]
+                rows = await _run_jobs(self._state, lambda: model.service.submit_pixels(pixels, wait=False))
+                arrays = Outputs.concatenate(rows).to_arrays()
+                # in Triton every tensor has a dimension besides N
+                tensors = {name: array[:, None] if array.ndim == 1 else array for name, array in arrays.items()}
             content, size = build_response(request.path_params["name"], parsed, outputs, tensors)
         if size is None:
             return Response(content, media_type="application/json")
@@ -182,20 +193,6 @@ def _answer_health(healthy: dict[str, Any], problem: str) -> Response:
     return JSONResponse({"error": problem}, HTTPStatus.SERVICE_UNAVAILABLE) if problem else JSONResponse(healthy)
 
 
-async def _infer_pixels(state: ServerState, model: ServedModel, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the graph's outputs for pixels: `images`, uint8 [N, H0, W0, 3]; raise as `_run_jobs`."""
-    rows = await _run_jobs(state, lambda: model.service.submit_pixels(inputs["images"], wait=False))
-    arrays = Outputs.concatenate(rows).to_arrays()
-    # in Triton every tensor has a dimension besides N
-    return {name: array.reshape(len(array), -1) if array.ndim == 1 else array for name, array in arrays.items()}
-
-
-async def _infer_records(state: ServerState, model: ServedModel, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """Return a record per image file; raise as `_classify`."""
-    records = await _classify(state, model, inputs[IMAGE], inputs.get(NAME), inputs.get(BOX))
-    return {RECORD: [to_json_line(record).rstrip(b"\n") for record in records]}
-
-
 async def _classify(
     state: ServerState, model: ServedModel, images: Sequence[bytes], names: Sequence[bytes] | None, boxes: Any = None
 ) -> list[Record]:
@@ -204,8 +201,10 @@ async def _classify(
         requests = build_explain_requests(images, names, boxes)
     except ValueError as error:
         raise BadRequest(str(error)) from None
-    results = await _run_jobs(state, lambda: model.service.submit_requests(requests, wait=False))
-    records = [result.record if model.signer is None else model.signer.sign(result.record) for result in results]
+    submit = model.service.submit_requests
+    records = await _run_jobs(state, lambda: submit(requests, lambda result: result.record, wait=False))
+    if model.signer is not None:
+        records = [model.signer.sign(record) for record in records]
     for record in records:
         state.metrics.count_record(model.name, record)
         if state.records is not None:

@@ -228,7 +228,12 @@ def parse_request(
         raise BadRequest(f"{len(binary)} unexpected bytes after the last tensor")
     if missing := [spec.name for spec in inputs if not spec.optional and spec.name not in tensors]:
         raise BadRequest(f"input {missing[0]!r} is missing; found {', '.join(tensors) or 'none'}")
-    return InferRequest(document.id, tensors, _choose_outputs(document, outputs))
+    as_binary = document.parameters.binary_data_output
+    chosen = {}
+    for output in document.outputs or ():
+        wanted = output.parameters.binary_data
+        chosen[_find_spec(output.name, outputs, "output").name] = as_binary if wanted is None else wanted
+    return InferRequest(document.id, tensors, chosen or {spec.name: as_binary for spec in outputs})
 
 
 def build_response(
@@ -245,25 +250,22 @@ def build_response(
         tensor = tensors[name]
         shape = [len(tensor), 1] if isinstance(tensor, list) else list(tensor.shape)
         document: dict[str, Any] = {"name": name, "datatype": datatypes[name], "shape": shape}
-        if as_binary:
-            parts.append(_encode_binary(tensor))
-            document["parameters"] = {"binary_data_size": len(parts[-1])}
+        if as_binary and isinstance(tensor, list):
+            parts.append(b"".join(_LENGTH.pack(len(element)) + element for element in tensor))
+        elif as_binary:
+            parts.append(np.ascontiguousarray(tensor).tobytes())
         elif isinstance(tensor, list):
             document["data"] = [element.decode("utf-8", "replace") for element in tensor]
         else:
             document["data"] = np.ascontiguousarray(tensor).reshape(-1)
+        if as_binary:
+            document["parameters"] = {"binary_data_size": len(parts[-1])}
         described.append(document)
     response: dict[str, Any] = {"model_name": model, "model_version": "1"}
     if request.id:
         response["id"] = request.id
     header = orjson.dumps(response | {"outputs": described}, option=orjson.OPT_SERIALIZE_NUMPY)
     return (b"".join([header, *parts]), len(header)) if parts else (header, None)
-
-
-def _encode_binary(tensor: Tensor) -> bytes:
-    if isinstance(tensor, list):
-        return b"".join(_LENGTH.pack(len(element)) + element for element in tensor)
-    return np.ascontiguousarray(tensor).tobytes()
 
 
 def _parse_json(body: bytes) -> _Document:
@@ -339,12 +341,3 @@ def _parse_json_tensor(raw: _Input, spec: TensorSpec, shape: tuple[int, ...]) ->
         return [base64.b64decode(code, validate=True) for code in codes]
     except ValueError as error:
         raise spec.refuse(f"data does not fit {spec.datatype} {list(shape)}: {str(error)[:200]}") from None
-
-
-def _choose_outputs(document: _Document, outputs: Sequence[TensorSpec]) -> dict[str, bool]:
-    default = document.parameters.binary_data_output
-    chosen = {}
-    for output in document.outputs or ():
-        binary = output.parameters.binary_data
-        chosen[_find_spec(output.name, outputs, "output").name] = default if binary is None else binary
-    return chosen or {spec.name: default for spec in outputs}

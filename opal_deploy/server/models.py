@@ -80,7 +80,7 @@ class ServerState:
     """The state that all requests share; `models` are in the order of the command line.
 
     `token` is the one that clients must send, None for none. `problem` says why no requests should be sent here, and is
-    empty while the server is healthy. `failed` is whether only a restart can help.
+    empty while the server is healthy. `failed`: only a restart can help. `stopping`: the end has begun.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ServerState:
         self.log = log or ServerLog("off")
         self.records = None if self.options.records is None else RecordFile(Path(self.options.records), self.log)
         self.token = token
-        self.problem, self.failed = "", False
+        self.problem, self.failed, self.stopping = "", False, False
 
     def find(self, name: str) -> tuple[ServedModel, bool]:
         """Return the model of a name (HTTPException without one), and whether the name is its explain model's."""
@@ -133,7 +133,7 @@ class ServerState:
         )  # fmt: skip
         # one file per decode process starts them all
         blank = InputImage(None, b"no image")
-        for future in service.submit_requests([blank] * min(inference.workers, service.capacity)):
+        for future in service.submit_requests([blank] * min(inference.workers, service.capacity), lambda result: None):
             future.result()
         model = ServedModel(name, path, sessions[0], inference, service, signer)
         self.models.append(model)

@@ -15,7 +15,6 @@ from types import FrameType
 from granian.constants import HTTPModes, Interfaces
 from granian.http import HTTP1Settings
 from granian.server.embed import Server
-from starlette.types import ASGIApp
 
 from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
 from opal_deploy.predict.prepare import raise_pillow_limit
@@ -35,6 +34,7 @@ _LAST_CALL_SECONDS = 0.5
 # for clients to read their answers once the server stops
 _READ_SECONDS = 30.0
 _POLL_SECONDS = 0.05
+_STOPPING = "the server is stopping"
 
 
 def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
@@ -72,7 +72,7 @@ def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
         address = f"http://{host}:{placeholder.getsockname()[1]}"
         header = "" if state.token is None else ' --header "Authorization: Bearer $TOKEN"'
         hints = f"Listening on {address}", f"  curl --data-binary @IMAGE{header} {address}/explain"
-        run_server(create_app(state), state, placeholder, lambda: [log(hint) for hint in hints])
+        run_server(state, placeholder, lambda: [log(hint) for hint in hints])
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -88,24 +88,20 @@ def bind(host: str, port: int) -> socket.socket:
     return placeholder
 
 
-def run_server(
-    app: ASGIApp, state: ServerState, placeholder: socket.socket, announce: Callable[[], object] = lambda: None
-) -> None:
+def run_server(state: ServerState, placeholder: socket.socket, announce: Callable[[], object] = lambda: None) -> None:
     """Answer requests until SIGTERM or Ctrl-C, then finish those in flight; raise StoppedEarly for a lost device."""
-    stopping = False
 
     def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal stopping
-        if stopping:
+        if state.stopping:
             state.log.message("Stopping at once")
             os._exit(ExitCode.INTERRUPTED)
-        stopping, state.problem = True, state.problem or "the server is stopping"
+        state.stopping, state.problem = True, state.problem or _STOPPING
         state.log.message("Stopping after the requests in flight; stop again to end at once")
 
     # not the event loop's handlers, which Windows lacks, and which a loop that hangs would never call
     previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        asyncio.run(serve_app(app, state, placeholder, lambda: stopping, announce))
+        asyncio.run(serve_app(state, placeholder, announce))
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -113,19 +109,16 @@ def run_server(
         raise StoppedEarly(state.problem)
 
 
-async def serve_app(
-    app: ASGIApp, state: ServerState, placeholder: socket.socket, stopping: Callable[[], bool],
-    announce: Callable[[], object],
-) -> None:  # fmt: skip
-    """Answer requests at the address of a socket, which is closed, until `stopping` or a device is lost.
+async def serve_app(state: ServerState, placeholder: socket.socket, announce: Callable[[], object]) -> None:
+    """Answer requests at the address of a socket, which is closed, until the state is `stopping` or `failed`.
 
     `announce` is called once the server listens. Requests in flight are answered before the end.
     """
     options, (host, port) = state.options, placeholder.getsockname()[:2]
     placeholder.close()
     server = Server(
-        app, host, port, interface=Interfaces.ASGINL, http=HTTPModes.http1, websockets=False, log_enabled=False,
-        backlog=1024, backpressure=options.max_connections,
+        create_app(state), host, port, interface=Interfaces.ASGINL, http=HTTPModes.http1, websockets=False,
+        log_enabled=False, backlog=1024, backpressure=options.max_connections,
         http1_settings=HTTP1Settings(header_read_timeout=int(_HEAD_SECONDS * 1e3), max_buffer_size=_MAX_HEAD_BYTES),
     )  # fmt: skip
     serving = asyncio.create_task(server.serve())
@@ -136,9 +129,9 @@ async def serve_app(
             break
         await asyncio.sleep(_POLL_SECONDS)
     announce()
-    while not (stopping() or state.failed or serving.done()):
+    while not (state.stopping or state.failed or serving.done()):
         await asyncio.sleep(_POLL_SECONDS)
-    state.problem = state.problem or "the server is stopping"
+    state.problem = state.problem or _STOPPING
     # idle connections get their last answer, and those that arrive learn that the server is not ready
     await asyncio.sleep(0 if state.failed else max(options.drain, _LAST_CALL_SECONDS))
     server.stop()

@@ -123,7 +123,7 @@ def test_pixels_share_batches_with_images_enter_all_or_none_and_wait_only_for_ot
         with pytest.raises(queue.Full, match="4 images are in flight"):
             service.submit_pixels(pixels[:2], wait=False)
         with pytest.raises(ValueError, match="6 images found; expected at most 5"):
-            service.submit_requests([InputImage(None, array(0))] * 6)
+            service.submit_requests([InputImage(None, array(0))] * 6, list)
         with pytest.raises(ValueError, match=r"expected uint8 \[N, 32, 32, 3\]"):
             service.submit_pixels(pixels[..., :2])
         record = service.submit(array(3), wait=False)

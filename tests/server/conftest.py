@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from opal_deploy.server import process
-from opal_deploy.server.app import create_app
 from opal_deploy.server.models import ServerState
 from opal_deploy.server.options import ServeOptions
 
@@ -21,8 +20,8 @@ Serve = Callable[..., Any]
 class Running:
     """A server that runs in a thread; `url` is its address, `host` the address without its scheme."""
 
-    def __init__(self, state, port, thread, stopping):
-        self.state, self.thread, self.stopping, self.host = state, thread, stopping, f"127.0.0.1:{port}"
+    def __init__(self, state, port, thread):
+        self.state, self.thread, self.host = state, thread, f"127.0.0.1:{port}"
         self.url = f"http://{self.host}"
 
     def connect(self):
@@ -46,11 +45,11 @@ def _serving(sessions, *, path=Path("model.onnx"), token=None, log=None, signer=
         for name, session in sessions.items():
             state.load(name, path, [session], None, signer)
         placeholder = process.bind("127.0.0.1", 0)
-        port, stopping, listening = placeholder.getsockname()[1], threading.Event(), threading.Event()
-        serve = process.serve_app(create_app(state), state, placeholder, stopping.is_set, listening.set)
+        port, listening = placeholder.getsockname()[1], threading.Event()
+        serve = process.serve_app(state, placeholder, listening.set)
         thread = threading.Thread(target=lambda: asyncio.run(serve))
         thread.start()
         stack.callback(thread.join)
-        stack.callback(stopping.set)
+        stack.callback(setattr, state, "stopping", True)
         assert listening.wait(30)
-        yield Running(state, port, thread, stopping)
+        yield Running(state, port, thread)

@@ -18,7 +18,6 @@ import pytest
 
 from opal_deploy.cli.serve import parse_models
 from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
-from opal_deploy.server.app import create_app
 from opal_deploy.server.models import ServerState
 from opal_deploy.server.options import read_token
 from opal_deploy.server.process import bind, run_server
@@ -66,7 +65,7 @@ def test_a_lost_device_ends_the_process_as_stopped_early():
     state = ServerState()
     state.problem, state.failed = "the device was lost", True
     with bind("127.0.0.1", 0) as placeholder, pytest.raises(StoppedEarly, match="lost"):
-        run_server(create_app(state), state, placeholder)
+        run_server(state, placeholder)
 
 
 def test_requests_in_flight_are_answered_before_the_end(request, monkeypatch):
@@ -79,7 +78,7 @@ def test_requests_in_flight_are_answered_before_the_end(request, monkeypatch):
             posts = [threads.submit(send_pixels, server) for _ in "abc"]
             upload.sendall(b"POST /explain HTTP/1.1\r\nHost: localhost\r\nContent-Length: 8\r\n\r\nno i")
             wait_until(lambda: server.state.models[0].service.in_flight == 3)
-            server.stopping.set()
+            server.state.stopping = True
             wait_until(lambda: server.state.problem)
             last = idle.get("/v2/health/ready")
             assert (last.status_code, last.headers["connection"]) == (503, "close")
