@@ -13,9 +13,10 @@ from concurrent.futures import CancelledError
 import numpy as np
 import pytest
 
+import opal_deploy
 from opal_deploy.api.explanation import Explanation
 from opal_deploy.api.service import Service
-from opal_deploy.errors import StoppedEarly
+from opal_deploy.errors import ArtifactError, StoppedEarly
 from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.sources.image import InputImage
 from tests.bright import BrightSession, QueuedSession, own_threads
@@ -54,6 +55,20 @@ def test_an_asyncio_program_gets_200_records_as_explain_returns_them(model, make
         assert service.submit(paths[0].read_bytes()).result(30) == {**expected[0], "image": None}
         found = asyncio.run(program(service))
     assert found == [[expected[(first + step) % 40] for step in range(40)] for first in range(5)]
+
+
+def test_busy_cores_have_a_batch_each_with_the_same_outputs(exact_model, tmp_path):
+    path = tmp_path / "model.onnx"
+    path.write_bytes(exact_model.read_bytes())
+    model = opal_deploy.load(path, device="cpu", threads=2)
+    pixels = np.random.default_rng(0).integers(0, 256, (24, *model.metadata.input_size, 3), np.uint8)
+    expected = model.sessions[0].run(pixels)
+    with model.serve(batch=1) as service:
+        rows = [future.result(30) for future in service.submit_pixels(pixels)]
+    assert np.array_equal(np.concatenate([row.scores for row in rows]), expected.scores)
+    path.write_bytes(b"another file")
+    with pytest.raises(ArtifactError, match="digest"):
+        model.serve()
 
 
 @pytest.mark.parametrize(
