@@ -44,6 +44,8 @@ T = TypeVar("T")
 SCHEMA: Literal[1] = 1
 LINEAR_SCHEMA: Literal[2] = 2
 METADATA_KEY = "opal"
+# labels of an image whose shares a graph outputs
+MOST_LABELS = 40
 # stands in `file_sha256` while the digest is computed
 BLANK_DIGEST = "0" * 64
 
@@ -194,6 +196,11 @@ class Metadata:
     def is_multi_label(self) -> bool:
         """Whether an image may have several labels: a sigmoid of its own follows each logit."""
         return bool(self.head.get("activation") == "sigmoid")
+
+    @property
+    def num_shared(self) -> int:
+        """The number of classes whose shares the graph of an additive head outputs, the best first."""
+        return min(MOST_LABELS if self.is_multi_label else 2, self.num_classes)
 
     @property
     def shares_prototypes(self) -> bool:

@@ -75,8 +75,8 @@ class Outputs:
         top: the best classes, where the graph selects them itself.
         ood_score: float32 [N], at least 0: how far an image's features are from those of the training images; None
             where the graph does not compute it.
-        share_classes: int32 [N, 2], the predicted class and the runner-up; only of an additive head.
-        shares: float32 [N, 2, H, W], the share of each cell in the logits of these classes; likewise.
+        share_classes: int32 [N, k], the k best classes, see `Metadata.num_shared`; only of an additive head.
+        shares: float32 [N, k, H, W], the share of each cell in the logits of these classes; likewise.
     """
 
     logits: FloatArray = field(metadata={"spec": OutputSpec(lambda m: (m.num_classes,))})
@@ -94,10 +94,10 @@ class Outputs:
     )
 
     share_classes: IntArray | None = field(
-        default=None, metadata={"spec": OutputSpec(lambda m: (min(2, m.num_classes),), np.int32, in_test_vectors=False)}
+        default=None, metadata={"spec": OutputSpec(lambda m: (m.num_shared,), np.int32, in_test_vectors=False)}
     )
     shares: FloatArray | None = field(
-        default=None, metadata={"spec": OutputSpec(lambda m: (min(2, m.num_classes), *m.grid), in_test_vectors=False)}
+        default=None, metadata={"spec": OutputSpec(lambda m: (m.num_shared, *m.grid), in_test_vectors=False)}
     )
 
     @staticmethod

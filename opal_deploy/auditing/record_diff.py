@@ -67,13 +67,15 @@ class Tolerance:
             expected: all computed values by path.
         """
         parent, _, name = path.rpartition(".")
-        if name in ("logit", "calibrated_probability"):
+        if name in ("logit", "calibrated_probability", "probability"):
             limit = self.logit * max(1.0, abs(float(expected[f"{parent}.logit"])))
             if name == "logit":
                 return limit
             # with p = softmax(l / T), logits that differ by d each change p by at most 2 d p (1 - p) / T <= d / (2 T)
-            return 0.0 if self.temperature is None else limit / (2.0 * self.temperature)
-        limits = {"cosine": self.cosine, "contribution": self.cosine, "score": self.score, "margin": 2 * self.cosine}
+            temperature = 1.0 if name == "probability" else self.temperature
+            return 0.0 if temperature is None else limit / (2.0 * temperature)
+        limits = {"cosine": self.cosine, "contribution": self.cosine, "score": self.score}
+        limits |= dict.fromkeys(("margin", "rest"), 2 * self.cosine)
         return limits[name] if name in limits else self.others.get(name)
 
 

@@ -85,9 +85,6 @@ def export_classifier(
     if tail.is_binary:
         options.log(f"{name}: one logit found, read as two classes: the second one where it is above 0")
     grid = _measure_grid(model, tail, own, options, name)
-    changed = _make_dynamic(model, own)
-    changed = add_shares(changed, tail, grid)
-    set_input(changed, own)
     metadata = Metadata(
         tuple(names),
         MOST_REGIONS,
@@ -107,6 +104,8 @@ def export_classifier(
         outputs=("logits", "share_classes", "shares"),
         schema=LINEAR_SCHEMA,
     )
+    changed = add_shares(_make_dynamic(model, own), tail, grid, metadata.num_shared)
+    set_input(changed, own)
     vectors = test_vector_images(*own.size)
     logits = _run_original(session, own, normalise(vectors, metadata.mean, metadata.std), tail)
     reference = Reference(vectors, Outputs(logits))

@@ -28,8 +28,6 @@ from opal_deploy.errors import UsageError
 from opal_deploy.export.graph_edit import GraphBuilder, producers, strip_traces
 
 Activation = Literal["softmax", "sigmoid", "none"]
-# classes whose cells a graph lists: the predicted one and the runner-up
-LISTED = 2
 # in front of the names of what is added, and of what was there
 _PREFIX, _OWN = "shares_", "own_"
 # nodes that change no value between the map and the logits
@@ -295,11 +293,12 @@ def _read_layer_norm(
     return centred.input[0], gamma.ravel() + 0.0, beta.ravel() + 0.0, float(epsilon.ravel()[0])
 
 
-def add_shares(model: onnx.ModelProto, tail: Tail, grid: tuple[int, int]) -> onnx.ModelProto:
+def add_shares(model: onnx.ModelProto, tail: Tail, grid: tuple[int, int], listed: int) -> onnx.ModelProto:
     """Return a copy with the outputs `logits`, `share_classes` and `shares`; its own names begin with `own_`.
 
     Args:
         grid: (H, W) of the feature map.
+        listed: number of classes that get shares, the best first.
     """
     # a classifier may have values and nodes of any names, such as `logits`
     changed = onnx.compose.add_prefix(model, _OWN)
@@ -315,7 +314,7 @@ def add_shares(model: onnx.ModelProto, tail: Tail, grid: tuple[int, int]) -> onn
     if tail.is_binary:
         logits = add("Mul", "logits", logits, constant("halves", np.array([[-0.5, 0.5]], np.float32)))
     best = [_PREFIX + "best", _PREFIX + "ids"]
-    k = constant("k", np.array([min(LISTED, count)], np.int64))
+    k = constant("k", np.array([listed], np.int64))
     graph.node.append(helper.make_node("TopK", [logits, k], best, name=_PREFIX + "top"))
     add("Cast", "share_classes", best[1], to=TensorProto.INT32)
     weights = constant("weights", (tail.weights / cells).astype(np.float32))
@@ -350,12 +349,9 @@ def add_shares(model: onnx.ModelProto, tail: Tail, grid: tuple[int, int]) -> onn
         shares = add("Div", "divided", shares, deviation)
     add("Reshape", "shares", shares, constant("grid", np.array([0, 0, *grid], np.int64)))
     del graph.output[:]
-    listed = min(LISTED, count)
-    for output, kind, shape_of in (
-        ("logits", TensorProto.FLOAT, ["N", count]), ("share_classes", TensorProto.INT32, ["N", listed]),
-        ("shares", TensorProto.FLOAT, ["N", listed, *grid]),
-    ):  # fmt: skip
-        graph.output.append(helper.make_tensor_value_info(output, kind, shape_of))
+    for output, sides in {"logits": (count,), "share_classes": (listed,), "shares": (listed, *grid)}.items():
+        kind = TensorProto.INT32 if output == "share_classes" else TensorProto.FLOAT
+        graph.output.append(helper.make_tensor_value_info(output, kind, ["N", *sides]))
     return changed
 
 

@@ -17,12 +17,12 @@ import numpy as np
 from opal_deploy.artifact.class_map import find_margins
 from opal_deploy.artifact.heads import find_strongest
 from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import PER_IMAGE, FloatArray, Outputs
+from opal_deploy.artifact.outputs import PER_IMAGE, Outputs
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.decision import NO_DECISION, Decision
 from opal_deploy.records.evidence import SlotEvidence, TopClasses, find_evidence, find_top_classes
 from opal_deploy.records.names import SlotNames
-from opal_deploy.records.record import RECORD_SCHEMA, Answer, Answered, Failed, Problem, Slot
+from opal_deploy.records.record import RECORD_SCHEMA, Answer, Answered, Failed, Label, Problem, Slot
 from opal_deploy.records.regions import find_regions
 
 # the outputs of one number per image that are fields of a record
@@ -84,18 +84,27 @@ def build_records(
             schema=RECORD_SCHEMA, image=image.name, status=status, width=image.geometry.width,
             height=image.geometry.height, prediction=answers[0], margin=margin, reason=reason or None,
             top=answers[:top], evidence=slots, **image.fields,
-            labels=_list_labels(outputs.logits[number], metadata) if metadata.is_multi_label else None,
-            **({} if totals is None else _describe_rest(float(totals[number]), answers[0], slots, metadata)),
+            labels=_list_labels(outputs.rows(number, number + 1), image.geometry, metadata),
+            **({} if totals is None else _describe_rest(float(totals[number]), answers[0].class_id, slots, metadata)),
             **{name: values[name] for name in RECORDED_OUTPUTS if name in values},
         )  # fmt: skip
         records.append(record)
     return records
 
 
-def _list_labels(logits: FloatArray, metadata: Metadata) -> tuple[str, ...]:
-    """Return the names of the classes whose logits [C] are above 0, the strongest first."""
-    order = np.argsort(-logits, kind="stable").tolist()
-    return tuple(metadata.class_names[number] for number in order if logits[number] > 0)
+def _list_labels(outputs: Outputs, geometry: Geometry, metadata: Metadata) -> tuple[Label, ...] | None:
+    """Return the classes whose logits are above 0, the strongest first, of one image; None for a model of one label."""
+    if not metadata.is_multi_label:
+        return None
+    logits, labels = outputs.logits[0].astype(np.float64), []
+    for place, class_id in enumerate(np.argsort(-logits, kind="stable")[: int((logits > 0).sum())].tolist()):
+        logit, parts = float(logits[class_id]), dict[str, Any]()
+        if place < metadata.num_shared:
+            slots = _build_regions(class_id, geometry, outputs, metadata)
+            parts = {"evidence": slots, **_describe_rest(logit, class_id, slots, metadata)}
+        probability = 1 / (1 + math.exp(-logit))
+        labels.append(Label(class_id, metadata.class_names[class_id], logit, probability, **parts))
+    return tuple(labels)
 
 
 def class_evidence(
@@ -111,9 +120,9 @@ def class_evidence(
     return next(_build_slots(find_evidence(outputs, np.array([class_id]), [geometry], metadata), metadata, names or {}))
 
 
-def _describe_rest(total: float, answer: Answer, slots: Sequence[Slot], metadata: Metadata) -> dict[str, Any]:
+def _describe_rest(total: float, class_id: int, slots: Sequence[Slot], metadata: Metadata) -> dict[str, Any]:
     """Return the unlisted parts of a linear head's logit: the sum of other contributions, and the bias."""
-    bias = float(metadata.class_map.biases[answer.class_id])
+    bias = float(metadata.class_map.biases[class_id])
     return {"rest": math.fsum([total, -bias, *(-(slot.contribution or 0.0) for slot in slots)]), "bias": bias}
 
 
@@ -135,7 +144,7 @@ def _build_answers(best: TopClasses, metadata: Metadata) -> Iterator[tuple[Answe
 
 
 def _build_regions(class_id: int, geometry: Geometry, outputs: Outputs, metadata: Metadata) -> tuple[Slot, ...]:
-    """Return the regions that speak for one of the two classes whose shares one image's outputs hold."""
+    """Return the regions that speak for one of the classes whose shares one image's outputs hold."""
     assert outputs.shares is not None
     assert outputs.share_classes is not None
     place = outputs.share_classes[0].tolist().index(class_id)

@@ -76,6 +76,21 @@ class Slot(Struct, frozen=True, omit_defaults=True):
     name: Annotated[str | None, Meta(description="The slot's name, from a file of slot names.")] = None
 
 
+class Label(Struct, frozen=True, omit_defaults=True):
+    """One of an image's several labels, with the evidence for it."""
+
+    class_id: Index
+    label: str
+    logit: Number
+    probability: Annotated[Probability, Meta(description="The logit's sigmoid, as the classifier states it.")]
+    evidence: Annotated[
+        tuple[Slot, ...],
+        Meta(description="Its regions, for the 40 strongest labels. Contributions, rest and bias add up to the logit."),
+    ] = ()
+    rest: Annotated[Number | None, Meta(description="Sum of the shares that are in no region listed.")] = None
+    bias: Annotated[Number | None, Meta(description="The class's bias.")] = None
+
+
 class Problem(Struct, frozen=True, omit_defaults=True):
     """Why an image has no answer or no drawing."""
 
@@ -181,7 +196,7 @@ class Answered(_Image[AnswerStatus], frozen=True, kw_only=True):
         tuple[Answer, ...], Meta(description="The best classes, best first; the first is the prediction.", min_length=1)
     ]
     labels: Annotated[
-        tuple[str, ...] | None,
+        tuple[Label, ...] | None,
         Meta(
             description="Models of several labels per image (a sigmoid per class): the classes with a logit above 0, "
             "a probability over one half; the strongest first. The prediction is the strongest class, listed or not."

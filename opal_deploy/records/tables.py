@@ -21,7 +21,7 @@ from opal_deploy.artifact.files import atomic_write
 from opal_deploy.errors import StoppedEarly, UsageError, require
 from opal_deploy.records.lines import csv_writer
 from opal_deploy.records.names import readable_name
-from opal_deploy.records.record import Answer, Answered, Failed, Record, Slot, to_record
+from opal_deploy.records.record import Answer, Answered, Failed, Label, Record, Slot, to_record
 
 Format = Literal["parquet", "csv"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -67,7 +67,10 @@ _FIELDS = {**_arrow_types(Answered), **_arrow_types(Failed)}
 _ALL = {**_FIELDS, **_arrow_types(Answer), **_DERIVED, "label": "string"}
 # name: type in Arrow
 COLUMNS = {name: _ALL[name] for name in dict.fromkeys([*_FIRST, *_ALL])}
-LISTS = {"top": _arrow_types(Answer), "evidence": _arrow_types(Slot)}
+_SLOT = _arrow_types(Slot)
+LISTS: dict[str, dict[str, Any]] = {
+    "top": _arrow_types(Answer), "evidence": _SLOT, "labels": {**_arrow_types(Label), "evidence": _SLOT}
+}  # fmt: skip
 # rows per Parquet row group: a few megabytes in memory
 _GROUP_ROWS = 5_000
 
@@ -125,12 +128,15 @@ def record_to_row(record: Record) -> dict[str, Any]:
         }
         values["top"] = [_flatten(answer) for answer in record.top]
         values["evidence"] = [_flatten(slot) for slot in record.evidence] or None
+        values["labels"] = None if record.labels is None else [_flatten(label) for label in record.labels]
     return {name: values.get(name) for name in (*COLUMNS, *LISTS)}
 
 
-def _flatten(part: Answer | Slot) -> dict[str, Any]:
+def _flatten(part: Answer | Slot | Label) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for name, value in asdict(part).items():
+        if name == "evidence":
+            value = [_flatten(slot) for slot in value]
         row |= zip(_ENTRIES[name], value, strict=True) if name in _ENTRIES else {name: value}
     return row
 
@@ -154,8 +160,10 @@ def _open_parquet(path: Path) -> Iterator[Callable[[dict[str, Any]], object]]:
     import pyarrow as pa
     from pyarrow import parquet
 
-    lists = [(name, pa.list_(pa.struct(list(fields.items())))) for name, fields in LISTS.items()]
-    schema = pa.schema([*COLUMNS.items(), *lists])
+    def list_of(fields: dict[str, Any]) -> Any:
+        return pa.list_(pa.struct([(name, list_of(t) if isinstance(t, dict) else t) for name, t in fields.items()]))
+
+    schema = pa.schema([*COLUMNS.items(), *((name, list_of(fields)) for name, fields in LISTS.items())])
     group: list[dict[str, Any]] = []
     with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
 
@@ -224,8 +232,9 @@ def to_coco(records: Iterable[Record | Mapping[str, Any]]) -> dict[str, Any]:
         image |= {"width": record.width, "height": record.height}
         # distinguishes images of the same name
         images.append(image if record.image_index is None else {**image, "image_index": record.image_index})
-        answer = record.prediction
-        for slot in record.evidence:
+        answers = record.labels or (record.prediction,)
+        pairs = ((answer, slot) for answer in answers for slot in getattr(answer, "evidence", record.evidence))
+        for answer, slot in pairs:
             category_id = answer.class_id + 1
             categories[category_id] = {"id": category_id, "name": answer.label, "supercategory": ""}
             x0, y0, x1, y1 = slot.box

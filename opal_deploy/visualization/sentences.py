@@ -71,7 +71,7 @@ def describe_answer(record: Answered) -> list[str]:
             "The parts listed add {} to the logit {}, everything else {}, the class's bias {}.".format(*values)
         )
     if record.labels is not None:
-        count, listed = len(record.labels), list(record.labels[: int(WORDS["named"])])
+        count, listed = len(record.labels), [label.label for label in record.labels[: int(WORDS["named"])]]
         named = listed if len(listed) == count else [*listed, f"{count - len(listed)} more"]
         several = f"One of {count} labels: {_join(named)}." if count > 1 else "The only label."
         sentences.append(several if count else "No label is likelier than not.")

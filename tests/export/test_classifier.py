@@ -113,8 +113,13 @@ def test_a_classifier_keeps_its_logits_and_its_cells_add_up_to_them(case, tmp_pa
         parts = sum(slot.contribution for slot in record.evidence)
         assert parts + record.rest + record.bias == pytest.approx(record.prediction.logit, abs=1e-9)
         assert record.prediction.class_id == model.predict(image, top=4).top[0].class_id
-        labels = tuple(answer.label for answer in model.predict(image, top=4).top if answer.logit > 0)
-        assert (record.labels, record.margin is None) == ((labels, True) if case == "sigmoid" else (None, False))
+        assert (record.labels is not None, record.margin is None) == (case == "sigmoid",) * 2
+        answers = [answer for answer in model.predict(image, top=4).top if answer.logit > 0]
+        for answer, label in zip(answers, record.labels or (), strict=case == "sigmoid"):
+            assert (label.label, label.logit) == (answer.label, answer.logit)
+            assert label.probability == pytest.approx(1 / (1 + np.exp(-label.logit)), abs=1e-12)
+            parts = sum(slot.contribution for slot in label.evidence)
+            assert parts + label.rest + label.bias == pytest.approx(label.logit, abs=1e-9)
 
 
 REFUSED = {

@@ -102,7 +102,7 @@ const evidence = (() => {
     }
     const { labels } = record, more = (labels?.length ?? 0) - WORDS.named;
     if (labels) {
-      const listed = [...labels.slice(0, WORDS.named), ...(more > 0 ? [`${more} more`] : [])];
+      const listed = [...labels.slice(0, WORDS.named).map(({ label }) => label), ...(more > 0 ? [`${more} more`] : [])];
       sentences.push(labels.length > 1 ? `One of ${labels.length} labels: ${join(listed)}.`
         : labels.length ? "The only label." : "No label is likelier than not.");
     }
@@ -161,9 +161,9 @@ const evidence = (() => {
 
   /**
    * The table of a record's slots; `decorate(slot, row)` may change a row, `look` shows patches, see `showPatches`. Bars of contributions are full at 1/m, those of
-   * scores at 1, or at `least`.
+   * scores at 1, or at `least`. `noun` is what a row is.
    */
-  function evidenceTable(record, { decorate = null, least = 0, look = null } = {}) {
+  function evidenceTable(record, { decorate = null, least = 0, look = null, noun = "slot" } = {}) {
     const slots = record.evidence, meaning = findMeaning(record), scores = meaning !== SCORE;
     const values = slots.map((slot) => scores ? slot.contribution : slot.score);
     const full = { [COSINE]: 1 / slots.length, [DISTANCE]: 0, [SCORE]: 1, [LOGIT]: 0 }[meaning];
@@ -178,9 +178,9 @@ const evidence = (() => {
       return row;
     });
     const more = [...(scores ? [["score", NUMERIC]] : []), ["cell (row, col)", NUMERIC]];
-    const notes = [record.top ? boxNote(record) : "", look ? `Below each bar: what the slot found${
+    const notes = [record.top ? boxNote(record) : "", look ? `Below each bar: ${noun === "slot" ? "what the slot found" : `the ${noun}`}${
       slots.some(({ slot }) => look.patches?.[slot]?.length) ? ", then parts of training images that look like it to the model" : ""}.` : ""];
-    return table("slots", [["slot"], [meaning, { colspan: 2 }], ...(look ? [] : more)], rows, notes.filter(Boolean).join(" "));
+    return table("slots", [[noun], [meaning, { colspan: 2 }], ...(look ? [] : more)], rows, notes.filter(Boolean).join(" "));
   }
 
   /** A record in words and figures: two sentences, the contributions side by side, cosine, margin and probability. */

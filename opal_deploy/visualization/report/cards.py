@@ -79,7 +79,7 @@ def describe_card(
         "meaning": MEANINGS.index(build_bars(record)[0]), "flag": describe_status(record),
         "probability": _round(record.prediction.calibrated_probability),
         "top": [(label_index(answer.label), _match(answer)) for answer in record.top],
-        "labels": None if record.labels is None else [label_index(label) for label in record.labels],
+        "labels": None if record.labels is None else [label_index(label.label) for label in record.labels],
         "fields": [] if effective is None else _place_fields(record.evidence, effective),
         "overlay": record.overlay if _OVERLAY_NAME.fullmatch(record.overlay or "") else None,
         "overlay_width": round(width, 4), "undrawn": f"not drawn: {_shorten(undrawn.message)}" if undrawn else "",

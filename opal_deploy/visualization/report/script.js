@@ -38,7 +38,7 @@
       prediction: { ...answer([row[CLASS], row[VALUE]]), calibrated_probability: d.probability ?? undefined },
       top: d.top.map(answer), meaning: evidence.MEANINGS[d.meaning],
       evidence: d.slots.map(([slot, cell, score, contribution, box, name]) => ({ slot, cell, score, contribution, box, name })),
-      rest: d.rest, bias: d.bias, labels: d.labels?.map((label) => labels[label]),
+      rest: d.rest, bias: d.bias, labels: d.labels?.map((label) => ({ label: labels[label] })),
     };
   }
 
