@@ -154,10 +154,11 @@ def run_export(source: StrPath | Any, options: ExportOptions) -> ExportResult:
     # PIP-Net's files have no suffix
     kind = "checkpoint" if options.arch is not None else model_kind(path)
     destination = _open_destination(options)
-    as_is = (kind == "onnx" and destination is not None and options.precision is None) or (
+    is_others = kind == "onnx" and is_classifier(path)
+    as_is = (kind == "onnx" and destination is not None and options.precision is None and not is_others) or (
         kind == "engine" and isinstance(destination, Repository)
     )
-    check_options(path, kind, options, as_is=as_is, is_classifier=kind == "onnx" and is_classifier(path))
+    check_options(path, kind, options, as_is=as_is, is_classifier=is_others)
     if destination is not None:
         destination.check()
     if as_is:

@@ -1,42 +1,68 @@
 // Answers and explains pictures with the exported graph, in this browser. The numbers are those of `opal-deploy infer`.
 import { readMetadata } from "./onnx.js";
 import { openPicture } from "./pictures.js";
-import { digest } from "./pixels.js";
+import { digest, fit } from "./pixels.js";
 
 /** What `start` has read: model.json, the metadata inside model.onnx, its class names, and its class map. */
 export let model, metadata, labels, classMap;
 let ort, session;
 
+/** The form of the model's input. */
+export const inputForm = () => ({ height: metadata.input_size[0], width: metadata.input_size[1], rule: metadata.resize });
+
 // ---- the forward pass ---------------------------------------------------------------------------------------------
+
+/** Pixels [H0, W0, 3] as a graph without normalisation takes them: float32 [3, H0, W0], as `preprocess/resize.py`. */
+function normalise(pixels) {
+  const { mean, std } = metadata, size = pixels.length / 3, values = new Float32Array(pixels.length);
+  for (let channel = 0; channel < 3; channel++) {
+    const [middle, spread] = [Math.fround(mean[channel]), Math.fround(std[channel])];
+    const table = Float32Array.from({ length: 256 }, (_, value) => Math.fround(Math.fround(value / 255) - middle) / spread);
+    for (let i = 0; i < size; i++) values[channel * size + i] = table[pixels[3 * i + channel]];
+  }
+  return values;
+}
 
 /** Run the graph on a picture's input. */
 export async function run(pixels) {
   const [height, width] = metadata.input_size;
-  const images = new ort.Tensor("uint8", pixels, [1, height, width, 3]);
+  const images = metadata.input_kind === "float32" ? new ort.Tensor("float32", normalise(pixels), [1, 3, height, width])
+    : new ort.Tensor("uint8", new Uint8Array(pixels.buffer), [1, height, width, 3]);
   const wanted = metadata.outputs.filter((name) => name !== "attention");
   const outputs = await session.run({ images }, wanted);
   return {
-    logits: outputs.logits.data, cells: outputs.argmax.data, scores: outputs.scores.data,
+    logits: outputs.logits.data, cells: outputs.argmax?.data, scores: outputs.scores?.data,
+    shared: outputs.share_classes && Array.from(outputs.share_classes.data), shares: outputs.shares?.data,
     perImage: Object.fromEntries(model.per_image.map((name) => [name, outputs[name].data[0]])),
   };
 }
 
-/** Whether classes share prototypes, so that totals are logits and not cosines (`artifact/heads.py`). */
-export const isShared = () => (metadata.head.kind ?? "opal") !== "opal";
+/** Whether the head is OPAL's, whose totals are cosines; others' are logits (`artifact/heads.py`). */
+const isOpal = () => (metadata.head.kind ?? "opal") === "opal";
+
+/** Whether classes share prototypes, which then have numbers instead of slots of classes. */
+export const isShared = () => ["softmax", "distance"].includes(metadata.head.kind);
+
+/** Whether the evidence is regions of cells with shares of the logit, which cannot be switched off. */
+export const hasRegions = () => metadata.evidence === "regions";
+
+/** Whether an image may have several labels. */
+const isMultiLabel = () => metadata.head.activation === "sigmoid";
 
 /** Every class's total without the slots that are off (and those dropped for good), and what scores are divided by. */
-export function computeTotals(scores, off) {
-  const map = readClassMap(model.class_map, off), norm = isShared() ? 1 : map.norm(scores, metadata.head.epsilon);
+export function computeTotals({ scores, logits }, off) {
+  if (hasRegions()) return { totals: Array.from(logits), norm: 1 };
+  const map = readClassMap(model.class_map, off), norm = isOpal() ? map.norm(scores, metadata.head.epsilon) : 1;
   return { totals: map.totals(scores, norm), norm };
 }
 
 /** A class in a record: its cosine, or its logit where classes share prototypes. */
 export const describeClass = (classId, total) =>
-  ({ label: labels[classId], cosine: isShared() ? null : total, logit: total });
+  ({ label: labels[classId], cosine: isOpal() ? total : null, logit: total });
 
-/** What the listed slots of a class lack to its logit, where classes share prototypes; nothing elsewhere. */
+/** What the listed slots of a class lack to its logit; nothing for OPAL's head. */
 export function findRest(classId, total, slots) {
-  if (!isShared()) return {};
+  if (isOpal()) return {};
   const bias = model.class_map.biases[classId];
   return { rest: total - bias - slots.reduce((sum, { contribution }) => sum + contribution, 0), bias };
 }
@@ -53,17 +79,62 @@ function softmax(logits, temperature) {
 
 const moveBox = (place, count) => Math.min(Math.max(place + (metadata.receptive_field?.box_offset ?? 0), 0), count - 1);
 
+/** The box of the cells from one to another in a picture of this crop, as `artifact/cells.py`. */
+function findBox([row, col], [lastRow, lastCol], crop) {
+  const [rows, cols] = metadata.grid, [x0, y0, x1, y1] = fit(crop, inputForm()).shown;
+  const w = (x1 - x0) / cols, h = (y1 - y0) / rows;
+  return [
+    x0 + moveBox(col, cols) * w, y0 + moveBox(row, rows) * h, x0 + (moveBox(lastCol, cols) + 1) * w, y0 + (moveBox(lastRow, rows) + 1) * h,
+  ];
+}
+
+/** The shares of a class's cells, in rows; undefined where the graph has none of it. */
+export function findShares(classId, { shared, shares }) {
+  const place = shared?.indexOf(classId) ?? -1, cells = metadata.grid[0] * metadata.grid[1];
+  return place < 0 ? undefined : shares.subarray(place * cells, (place + 1) * cells);
+}
+
+/** The regions that speak for a class, as `records/regions.py`: strong cells that touch. */
+function findRegions(classId, outputs, crop) {
+  const cols = metadata.grid[1], shares = findShares(classId, outputs), order = rank(shares), left = new Set();
+  const half = order.reduce((sum, cell) => sum + Math.max(shares[cell], 0), 0) / 2, regions = [];
+  let reached = 0;
+  for (const cell of order) {
+    left.add(cell);
+    reached += Math.max(shares[cell], 0);
+    if (reached >= half) break;
+  }
+  for (const first of left) {
+    const pending = [first], cells = [];
+    left.delete(first);
+    while (pending.length) {
+      const cell = pending.pop(), col = cell % cols;
+      cells.push(cell);
+      for (const near of [cell - cols, cell + cols, ...(col ? [cell - 1] : []), ...(col < cols - 1 ? [cell + 1] : [])])
+        if (left.delete(near)) pending.push(near);
+    }
+    const peak = cells.reduce((best, cell) => shares[cell] > shares[best] || (shares[cell] === shares[best] && cell < best) ? cell : best);
+    const [inRow, inCol] = [cells.map((cell) => Math.floor(cell / cols)), cells.map((cell) => cell % cols)];
+    regions.push({
+      cell: [Math.floor(peak / cols), peak % cols], score: shares[peak], contribution: cells.reduce((sum, cell) => sum + shares[cell], 0),
+      box: findBox([Math.min(...inRow), Math.min(...inCol)], [Math.max(...inRow), Math.max(...inCol)], crop),
+    });
+  }
+  const most = metadata.prototypes_per_class, at = ({ cell: [row, col] }) => row * cols + col;
+  return regions.sort((a, b) => b.contribution - a.contribution || at(a) - at(b)).slice(0, most)
+    .map((region, slot) => ({ slot, channel: classId * most + slot, ...region }));
+}
+
 /** The slots of a class that are left without those that are off, with their boxes in a picture of this crop. */
-export function findSlots(classId, { scores, cells }, norm, off, [x0, y0, x1, y1]) {
-  const [rows, cols] = metadata.grid, w = (x1 - x0) / cols, h = (y1 - y0) / rows;
+export function findSlots(classId, outputs, norm, off, crop) {
+  if (hasRegions()) return outputs.shared.includes(classId) ? findRegions(classId, outputs, crop) : [];
+  const { scores, cells } = outputs, cols = metadata.grid[1];
   const kept = readClassMap(model.class_map, isShared() ? new Set() : off).slots(classId);
   const slots = kept.map(({ slot, channel, weight }) => {
     const row = Math.floor(cells[channel] / cols), col = cells[channel] % cols;
-    // as `preprocess/geometry.py`
-    const left = x0 + moveBox(col, cols) * w, top = y0 + moveBox(row, rows) * h;
     return {
       slot, channel, cell: [row, col], score: scores[channel], contribution: scores[channel] / norm * weight,
-      box: [left, top, left + w, top + h],
+      box: findBox([row, col], [row, col], crop),
     };
   });
   if (!isShared()) return slots;
@@ -112,14 +183,15 @@ function describeOodScore(score, limit, classId, slots) {
 
 /** The record, in the form of `infer`. */
 export function buildRecord(picture, outputs) {
-  const { totals, norm } = computeTotals(outputs.scores, new Set());
+  const { totals, norm } = computeTotals(outputs, new Set());
   const order = rank(outputs.logits), { temperature } = model;
   const probabilities = temperature ? softmax(outputs.logits, temperature) : null;
   const answer = (classId) => ({
-    class_id: classId, label: labels[classId], logit: outputs.logits[classId], cosine: isShared() ? null : totals[classId],
+    class_id: classId, label: labels[classId], logit: outputs.logits[classId], cosine: isOpal() ? totals[classId] : null,
     ...(probabilities && { calibrated_probability: probabilities[classId] }),
   });
-  const margin = findMargin(totals, order);
+  // a runner-up may be right as well
+  const margin = isMultiLabel() ? null : findMargin(totals, order);
   const evidence = findSlots(order[0], outputs, norm, new Set(), picture.crop);
   const rule = judge({ margin, ...outputs.perImage });
   const recorded = Object.entries(outputs.perImage).filter(([name]) => model.recorded_outputs.includes(name));
@@ -128,12 +200,22 @@ export function buildRecord(picture, outputs) {
     width: picture.width, height: picture.height, prediction: answer(order[0]),
     margin, ...Object.fromEntries(recorded),
     ...(rule?.quantity === "ood_score" && { reason: describeOodScore(outputs.perImage.ood_score, rule.limit, order[0], evidence) }),
-    top: order.slice(0, 5).map(answer), evidence, ...findRest(order[0], totals[order[0]], evidence),
+    top: order.slice(0, 5).map(answer), ...(isMultiLabel() && { labels: findLabels(order, outputs, picture.crop) }),
+    evidence, ...findRest(order[0], totals[order[0]], evidence),
   };
 }
 
+/** The labels of an image that may have several, each with its own evidence. */
+const findLabels = (order, outputs, crop) => order.filter((classId) => outputs.logits[classId] > 0).map((classId) => {
+  const logit = outputs.logits[classId], parts = findSlots(classId, outputs, 1, new Set(), crop);
+  const known = parts.length ? { evidence: parts, ...findRest(classId, logit, parts) } : {};
+  return { class_id: classId, label: labels[classId], logit, probability: 1 / (1 + Math.exp(-logit)), ...known };
+});
+
 // ---- what the model promises, checked here ------------------------------------------------------------------------
 
+// of a logit's size: how far shares and bias may be off, as when the file was exported
+const ADDS_UP = 1e-5;
 const fromBase64 = (text) => Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
 
 async function unpack({ zlib }, Type) {
@@ -143,7 +225,8 @@ async function unpack({ zlib }, Type) {
 
 /** A score, or the squared distance that it comes from: near 0 the score's logarithm is too steep to compare. */
 function comparable(score) {
-  const { similarity, epsilon } = metadata.head;
+  const { similarity, epsilon, scale = 1 } = metadata.head;
+  if (!isShared()) return score / Math.max(scale, 1);
   return similarity === "log" ? Math.max((1 - epsilon * Math.exp(score)) / Math.max(Math.expm1(score), 1e-12), 0) : score;
 }
 
@@ -151,16 +234,17 @@ function comparable(score) {
 async function verify() {
   const { gate } = model, vectors = metadata.test_vectors, [height, width] = metadata.input_size;
   const [logits, cells, scores, margins] = await Promise.all([
-    unpack(vectors.logits, Float32Array), unpack(vectors.argmax, Int32Array), unpack(vectors.scores, Float32Array),
-    unpack(vectors.top2_margin, Float32Array),
+    unpack(vectors.logits, Float32Array), ...(hasRegions() ? [] : [
+      unpack(vectors.argmax, Int32Array), unpack(vectors.scores, Float32Array), unpack(vectors.top2_margin, Float32Array),
+    ]),
   ]);
   const perImage = {};
   for (const name of model.per_image) {
     if (vectors[name]) perImage[name] = await unpack(vectors[name], Float32Array);
   }
-  let compared = 0, equal = 0, furthest = 0;
+  let compared = 0, equal = 0, furthest = 0, missed = 0;
   for (const [index, png] of vectors.images.entries()) {
-    const outputs = await run((await openPicture(new Blob([fromBase64(png)], { type: "image/png" }), { width, height })).input);
+    const outputs = await run((await openPicture(new Blob([fromBase64(png)], { type: "image/png" }), { form: { width, height } })).input);
     outputs.logits.forEach((logit, i) => {
       const expected = logits[index * labels.length + i];
       furthest = Math.max(furthest, Math.abs(logit - expected) / Math.max(1, Math.abs(expected)));
@@ -168,7 +252,11 @@ async function verify() {
     for (const [name, expected] of Object.entries(perImage)) {
       if (!(Math.abs(outputs.perImage[name] - expected[index]) <= gate[name])) throw new Error(`${name} is not PyTorch's`);
     }
-    outputs.cells.forEach((cell, channel) => {
+    for (const classId of outputs.shared ?? []) {
+      const sum = findShares(classId, outputs).reduce((total, share) => total + share, model.class_map.biases[classId]);
+      missed = Math.max(missed, Math.abs(sum - outputs.logits[classId]) / Math.max(...outputs.logits.map(Math.abs)));
+    }
+    outputs.cells?.forEach((cell, channel) => {
       const place = index * classMap.size + channel;
       if (Math.abs(comparable(outputs.scores[channel]) - comparable(scores[place])) > gate.score) throw new Error("a score is not PyTorch's");
       if (margins[place] < gate.tie) return;
@@ -176,9 +264,11 @@ async function verify() {
       equal += cell === cells[place];
     });
   }
-  const text = `${equal.toLocaleString("en")} of ${compared.toLocaleString("en")} cells as in PyTorch`;
+  const text = hasRegions() ? `Logits of ${vectors.images.length} images as exported; the cells' shares add up to them` : `${equal.toLocaleString("en")} of ${compared.toLocaleString("en")} cells as in PyTorch`;
   // written so that NaN fails, too
-  if (equal !== compared || !(furthest <= gate.logit)) throw new Error(`${text}; logits differ by ${furthest}`);
+  if (!(missed <= ADDS_UP)) throw new Error(`the cells' shares miss the logit by ${missed} of its size`);
+  if (equal !== compared || !(furthest <= gate.logit))
+    throw new Error(`${hasRegions() ? "" : `${text}; `}logits differ by ${furthest}`);
   return text;
 }
 

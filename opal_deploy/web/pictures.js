@@ -55,7 +55,7 @@ async function check(blob) {
     throw new Error(`${width} x ${height} pixels; this page takes up to ${MAX_MEGAPIXELS} megapixels: make it smaller`);
 }
 
-/** Open a picture for a model of this input size: {width, height, crop, sha256, input, preview}; see worker.js. */
+/** Open a picture for a model's form of input, {width, height, rule}: {width, height, crop, sha256, input, preview}; see worker.js. */
 export async function openPicture(blob, options) {
   await check(blob);
   try {
@@ -66,4 +66,4 @@ export async function openPicture(blob, options) {
 }
 
 /** The model's input of a crop of the picture that was kept, after parts of it are covered. */
-export const readPicture = async (marks, crop, size) => (await ask("read", { marks, crop, ...size })).input;
+export const readPicture = async (marks, crop, form) => (await ask("read", { marks, crop, form })).input;

@@ -1,26 +1,31 @@
 // A picture as the model takes it: decoded as `opal-deploy infer` does it, cropped, and resized with Pillow's arithmetic.
 
+/** Pillow's filters: how far each reaches, and its value at a distance. */
+const FILTERS = {
+  bilinear: [1, (x) => x < 1 ? 1 - x : 0],
+  bicubic: [2, (x) => x < 1 ? (1.5 * x - 2.5) * x * x + 1 : x < 2 ? (((x - 5) * x + 8) * x - 4) * -0.5 : 0],
+};
+
 /** Pillow's weights for one side, as integers of 22 bits: [first pixel, weights] for each of `out` pixels. */
-function bilinearWeights(size, out) {
-  const scale = size / out, filterScale = Math.max(scale, 1), support = filterScale;
+function findWeights(size, out, filter) {
+  const [reach, value] = FILTERS[filter], scale = size / out, filterScale = Math.max(scale, 1), support = reach * filterScale;
   return Array.from({ length: out }, (_, i) => {
     const center = (i + 0.5) * scale;
     const first = Math.max(Math.trunc(center - support + 0.5), 0);
     const last = Math.min(Math.trunc(center + support + 0.5), size);
-    const weights = Array.from({ length: last - first }, (_, x) => {
-      const distance = Math.abs((x + first - center + 0.5) * (1 / filterScale));
-      return distance < 1 ? 1 - distance : 0;
-    });
+    const weights = Array.from({ length: last - first }, (_, x) =>
+      value(Math.abs((x + first - center + 0.5) * (1 / filterScale))));
     const sum = weights.reduce((total, weight) => total + weight, 0);
-    return [first, Int32Array.from(weights, (weight) => Math.trunc(0.5 + (sum ? weight / sum : 0) * (1 << 22)))];
+    return [first, Int32Array.from(weights, (weight) =>
+      Math.trunc((weight / sum < 0 ? -0.5 : 0.5) + (sum ? weight / sum : 0) * (1 << 22)))];
   });
 }
 
 /** Resize the rows, or the columns, of RGB pixels of w x h to a length of `out`. */
-function resizeSide(pixels, w, h, out, isRow) {
+function resizeSide(pixels, w, h, out, isRow, filter) {
   const [newW, newH] = isRow ? [out, h] : [w, out], step = isRow ? 3 : w * 3, half = 1 << 21;
-  const resized = new Uint8Array(newW * newH * 3);
-  bilinearWeights(isRow ? w : h, out).forEach(([first, weights], i) => {
+  const resized = new Uint8ClampedArray(newW * newH * 3);
+  findWeights(isRow ? w : h, out, filter).forEach(([first, weights], i) => {
     for (let other = 0; other < (isRow ? h : w); other++) {
       const start = isRow ? (other * w + first) * 3 : (first * w + other) * 3;
       const to = isRow ? (other * out + i) * 3 : (i * w + other) * 3;
@@ -34,10 +39,10 @@ function resizeSide(pixels, w, h, out, isRow) {
   return resized;
 }
 
-/** Antialiased bilinear with the arithmetic of Pillow 13: RGB pixels of w x h to outW x outH. A canvas' differs. */
-export function resize(pixels, w, h, outW, outH) {
-  const rows = (from, height) => w === outW ? from : resizeSide(from, w, height, outW, true);
-  const columns = (from, width) => h === outH ? from : resizeSide(from, width, h, outH, false);
+/** Antialiased, with the arithmetic of Pillow 13: RGB pixels of w x h to outW x outH. A canvas' differs. */
+export function resize(pixels, w, h, outW, outH, filter = "bilinear") {
+  const rows = (from, height) => w === outW ? from : resizeSide(from, w, height, outW, true, filter);
+  const columns = (from, width) => h === outH ? from : resizeSide(from, width, h, outH, false, filter);
   // Pillow's order, which changes what is rounded
   const columnsFirst = h > outH && h - outH > (w - outW) * 2;
   return columnsFirst ? rows(columns(pixels, w), outH) : columns(rows(pixels, h), outW);
@@ -80,8 +85,31 @@ export async function decode(bytes, type) {
   return context;
 }
 
-/** The model's input: RGB pixels of a crop [x0, y0, x1, y1], resized. */
-export function toInput(context, [x0, y0, x1, y1], width, height) {
+/** As Python rounds: halves to the even neighbour. */
+const round = (value) => Math.abs(value % 1) === 0.5 ? 2 * Math.round(value / 2) : Math.round(value);
+
+/**
+ * What a resize rule, such as shortest_edge-256-bilinear, makes of a part of a picture: its filter, the new size, the
+ * corner where the input begins, and the part of the picture [x0, y0, x1, y1] that the input shows. As `ResizeRule.fit`
+ * of artifact/preprocessing.py and `fit_input` of preprocess/resize.py.
+ */
+export function fit([x0, y0, x1, y1], { width, height, rule = "squash-bilinear" }) {
+  const [kind, short, filter = short] = rule.split("-"), w = x1 - x0, h = y1 - y0;
+  if (kind === "squash") return { filter, size: [width, height], corner: [0, 0], shown: [x0, y0, x1, y1] };
+  const longer = Math.trunc(short * Math.max(w, h) / Math.min(w, h)), size = w <= h ? [Number(short), longer] : [longer, Number(short)];
+  const [left, top] = [round((size[0] - width) / 2), round((size[1] - height) / 2)], across = w / size[0], down = h / size[1];
+  return {
+    filter, size, corner: [left, top], shown: [
+      Math.max(x0, round(x0 + left * across)), Math.max(y0, round(y0 + top * down)),
+      Math.min(x1, round(x0 + (left + width) * across)), Math.min(y1, round(y0 + (top + height) * down)),
+    ],
+  };
+}
+
+/** The model's input of a form {width, height, rule}: RGB pixels of a crop [x0, y0, x1, y1], resized. */
+export function toInput(context, crop, form) {
+  const [x0, y0, x1, y1] = crop, { width, height } = form;
+  const { filter, size: [newW, newH], corner: [left, top] } = fit(crop, form);
   const { data, width: w, height: h } = context.getImageData(x0, y0, x1 - x0, y1 - y0);
   const pixels = new Uint8Array(w * h * 3);
   for (let i = 0, j = 0; i < pixels.length; i += 3, j += 4) {
@@ -89,7 +117,15 @@ export function toInput(context, [x0, y0, x1, y1], width, height) {
     pixels[i + 1] = data[j + 1];
     pixels[i + 2] = data[j + 2];
   }
-  return resize(pixels, w, h, width, height);
+  const resized = resize(pixels, w, h, newW, newH, filter);
+  if (newW === width && newH === height) return resized;
+  // black where the input is larger
+  const input = new Uint8ClampedArray(width * height * 3), [from, to] = [Math.max(left, 0), Math.min(left + width, newW)];
+  for (let row = Math.max(-top, 0); row < Math.min(height, newH - top); row++) {
+    const start = (row + top) * newW;
+    input.set(resized.subarray(3 * (start + from), 3 * (start + to)), 3 * (row * width + from - left));
+  }
+  return input;
 }
 
 /** Cover parts of a picture, in its pixels: {circle: [x, y, radius]} or {rect: [x0, y0, x1, y1]}. */

@@ -1,10 +1,11 @@
 // The page: takes pictures, shows answers and their evidence, and lets people try them.
 import { createFrame } from "./crop.js";
 import {
-  buildRecord, classMap, computeTotals, describeClass, findRest, findSlots, isShared, judge, labels, metadata, model, rank, run, start,
+  buildRecord, classMap, computeTotals, describeClass, findRest, findShares, findSlots, hasRegions, inputForm, isShared, judge, labels, metadata, model, rank, run,
+  start,
 } from "./model.js";
 import { openPicture, readPicture } from "./pictures.js";
-import { cover } from "./pixels.js";
+import { cover, fit } from "./pixels.js";
 
 const byId = (id) => document.getElementById(id);
 const { el, number, say } = evidence;
@@ -37,8 +38,6 @@ function queue(task, isUrgent = true) {
 
 // ---- an answer ----------------------------------------------------------------------------------------------------
 
-const inputSize = () => ({ height: metadata.input_size[0], width: metadata.input_size[1] });
-
 /** `findSlots` for the picture that is shown. */
 const slotsOf = (classId, off, norm) => findSlots(classId, current.outputs, norm, off, current.picture.crop);
 
@@ -58,6 +57,23 @@ function addSwitch(row, slot, classId, isLast) {
   evidence.link(row, slot.channel);
 }
 
+/**
+ * Tint the picture's cells by their shares of a class's logit: red speaks for the class, black against it. As
+ * `paint_shares` of visualization/overlay.py; nothing without shares.
+ */
+function paintShares(classId) {
+  const shares = findShares(classId, current.outputs), [rows, cols] = metadata.grid, heat = byId("heat");
+  if (!shares) return;
+  const most = Math.max(...shares.map(Math.abs), 1e-12), { width, height, crop } = current.picture;
+  const [x0, y0, x1, y1] = fit(crop, inputForm()).shown;
+  [heat.width, heat.height] = [cols, rows];
+  const pixels = Array.from(shares, (share) => [...(share > 0 ? [222, 45, 38] : [40, 40, 40]), 0.55 * 255 * Math.abs(share) / most]);
+  heat.getContext("2d").putImageData(new ImageData(Uint8ClampedArray.from(pixels.flat()), cols, rows), 0, 0);
+  Object.assign(heat.style, {
+    left: `${100 * x0 / width}%`, top: `${100 * y0 / height}%`, width: `${100 * (x1 - x0) / width}%`, height: `${100 * (y1 - y0) / height}%`,
+  });
+}
+
 /** Return a class with its slots; the contributions of those that are left add up to its total. */
 function buildClass(classId, total, norm, left, longest) {
   const parts = new Map(left.map((slot) => [slot.channel, slot.contribution]));
@@ -65,26 +81,42 @@ function buildClass(classId, total, norm, left, longest) {
   const prediction = describeClass(classId, total), rest = findRest(classId, total, left);
   const { width, height, name } = current.picture, patches = model.patches[classId];
   const table = evidence.evidenceTable({ evidence: slots, prediction, ...rest, top: classId === current.record.prediction.class_id && [] }, {
-    decorate: (slot, row) => addSwitch(row, slot, classId, left.length === 1), least: longest,
-    look: { href: current.href, width, height, name, reach: model.reach, patches },
+    decorate: (slot, row) => hasRegions() ? evidence.link(row, slot.channel) : addSwitch(row, slot, classId, left.length === 1), least: longest,
+    look: { href: current.href, width, height, name, reach: model.reach, patches }, ...(hasRegions() && { noun: "region" }),
   });
-  return el("section", { class: "class" }, el("h3", null, labels[classId]),
-    el("p", { class: "soft" }, describeMatch(prediction)), table);
+  const section = el("section", { class: "class" }, el("h3", null, labels[classId]),
+    el("p", { class: "soft" }, hasRegions() ? describeSum(classId, total, left, rest) : describeMatch(prediction)), table);
+  if (hasRegions()) {
+    // its cells are shown while it is pointed at
+    section.tabIndex = 0;
+    for (const name of ["pointerenter", "focusin"]) section.addEventListener(name, () => paintShares(classId));
+    for (const name of ["pointerleave", "focusout"])
+      section.addEventListener(name, () => paintShares(current.record.prediction.class_id));
+  }
+  return section;
 }
 
 const describeMatch = ({ cosine, logit }) => cosine === null ? `logit ${number(logit)}` : `cosine ${number(cosine)}`;
+
+/** How a class's regions, everything else and its bias add up to its logit. */
+function describeSum(classId, logit, regions, { rest, bias }) {
+  const { probability } = current.record.labels?.find((label) => label.class_id === classId) ?? {};
+  const parts = [...regions.map(({ contribution }) => number(contribution)), `${number(rest)} elsewhere`, `${number(bias)} bias`];
+  return `logit ${number(logit)} = ${parts.join(" + ")}${probability === undefined ? "" : `; probability ${number(probability)}`}`;
+}
 
 const quote = (text) => /^[\w./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\"'\"'")}'`;
 
 function showAnswer() {
   const { outputs, off, record, picture } = current;
-  const { totals, norm } = computeTotals(outputs.scores, off);
+  const { totals, norm } = computeTotals(outputs, off);
   // without a switch the order is that of the logits, to their last bit
   const order = off.size ? rank(totals) : rank(outputs.logits);
   const [first, second] = order, was = record.prediction.class_id;
   // classes with a switched slot stay, so that it can be switched on again
   const touched = isShared() ? [...current.seen].map((classId) => [classId]) : [...off].flatMap(classMap.owners);
-  const classes = [...new Set([first, second, was, ...touched.map(([classId]) => classId)])].filter((classId) => classId !== undefined);
+  const several = record.labels?.filter((label) => label.evidence).map((label) => label.class_id) ?? [];
+  const classes = [...new Set([first, ...several, second, was, ...touched.map(([classId]) => classId)])].filter((classId) => classId !== undefined);
   const [left, ...others] = classes.map((classId) => slotsOf(classId, off, norm));
   const shown = off.size ? {
     width: picture.width, height: picture.height, status: record.status === "unknown" ? "unknown" : judge({ margin: findMargin(totals, order) })?.status ?? "ok",
@@ -100,7 +132,9 @@ function showAnswer() {
   byId("change").textContent = !off.size ? "" : first === was
     ? `The answer stays without ${off.size === 1 ? "this slot" : "these slots"}.`
     : `With all slots the answer was ${labels[was]}.`;
+  paintShares(first);
   evidence.drawBoxes(byId("boxes"), left, picture.width, picture.height, { others: others.flat(), record: shown });
+  byId("heat").hidden = !hasRegions();
   const longest = Math.max(...[left, ...others].flat().map((slot) => slot.contribution));
   byId("classes").replaceChildren(...classes.map((classId, i) =>
     buildClass(classId, totals[classId], norm, [left, ...others][i], longest)));
@@ -164,7 +198,7 @@ const describe = ({ prediction, status }) =>
 const look = (item) => queue(async () => {
   if (item.state !== "waiting") return;
   try {
-    const { preview, input, ...picture } = await openPicture(item.blob, { ...inputSize(), pixels: THUMBNAIL_PIXELS });
+    const { preview, input, ...picture } = await openPicture(item.blob, { form: inputForm(), pixels: THUMBNAIL_PIXELS });
     draw(preview, item.thumbnail);
     mark(item, "answered", describe(buildRecord({ name: item.name, ...picture }, await run(input))));
   } catch (error) {
@@ -177,7 +211,7 @@ const show = (item) => queue(async () => {
   say("Looking …");
   const began = performance.now();
   try {
-    const { preview, input, ...picture } = await openPicture(item.blob, { ...inputSize(), crop: item.crop, keep: true });
+    const { preview, input, ...picture } = await openPicture(item.blob, { form: inputForm(), crop: item.crop, keep: true });
     draw(preview, canvas);
     draw(preview, item.thumbnail);
     const record = await answer({ name: item.blob.name ?? null, marks: [], ...picture }, input);
@@ -210,7 +244,7 @@ function take(files) {
 /** Answer for another part of the shown picture, covered parts included, and say what changed. */
 async function answerPart(marks, crop, said) {
   const { picture, record, before = record.prediction } = current;
-  const input = await readPicture(marks, crop, inputSize());
+  const input = await readPicture(marks, crop, inputForm());
   await answer({ ...picture, crop }, input);
   const after = current.record.prediction;
   say(`${said}: ${after.label}, ${describeMatch(after)}; before: ${before.label}, ${number(before.cosine ?? before.logit)}.`);
@@ -276,7 +310,7 @@ canvas.addEventListener("pointerup", () => {
 });
 byId("brush").addEventListener("change", () => canvas.classList.toggle("brush", byId("brush").checked));
 byId("cover").addEventListener("click", () => {
-  const { totals, norm } = computeTotals(current.outputs.scores, current.off);
+  const { totals, norm } = computeTotals(current.outputs, current.off);
   const slots = slotsOf(current.off.size ? rank(totals)[0] : current.record.prediction.class_id, current.off, norm);
   const marks = slots.map(({ box }) => ({ rect: box }));
   paint(marks);

@@ -149,6 +149,7 @@ class Site:
         text = page.render(
             model=model.name, classes=metadata.class_names, document=hashlib.sha256(document).hexdigest(),
             slots=metadata.class_map.max_slots, examples=examples, cropped=metadata.crop == "boxes",
+            regions=metadata.evidence == "regions",
         )  # fmt: skip
         (folder / _PAGE).write_text(text, encoding="utf-8", errors="backslashreplace")
         return len(examples)
@@ -279,10 +280,10 @@ def _replace_files(folder: Path, new: Path) -> int:
 
 def _check_model(path: Path, metadata: Metadata) -> None:
     wanted = {
-        "evidence exact": metadata.evidence == "exact",
+        "evidence exact or regions": metadata.evidence in ("exact", "regions"),
         "distance l2": metadata.distance == "l2" or not metadata.is_opal,
         "precision fp32": metadata.precision == "fp32",
-        "input uint8": metadata.input_kind == "uint8",
+        "images of one size": metadata.input_kind != "image",
         "all classes as outputs": metadata.top_k is None,
     }
     if missing := [name for name, has in wanted.items() if not has]:

@@ -16,19 +16,19 @@ function preview({ canvas }, pixels) {
 
 const tasks = {
   /** Decode a file; with `keep`, later tasks are about it. Without a crop the input is that of the whole picture. */
-  async open({ blob, width, height, crop, keep, pixels }) {
+  async open({ blob, form, crop, keep, pixels }) {
     const bytes = await blob.arrayBuffer(), sha256 = await digest(bytes);
     const context = await decode(bytes, blob.type), { canvas } = context;
     if (keep) shown = context;
     const part = crop ?? [0, 0, canvas.width, canvas.height];
-    const found = { sha256, width: canvas.width, height: canvas.height, crop: part, input: toInput(context, part, width, height) };
+    const found = { sha256, width: canvas.width, height: canvas.height, crop: part, input: toInput(context, part, form) };
     return { ...found, preview: preview(context, pixels ?? PREVIEW_PIXELS) };
   },
   /** Cover parts of the shown picture, and return the input of a crop of it. */
-  read({ marks, crop, width, height }) {
+  read({ marks, crop, form }) {
     if (!shown) throw new Error("the picture is gone: choose it again");
     cover(shown, marks);
-    return { input: toInput(shown, crop, width, height) };
+    return { input: toInput(shown, crop, form) };
   },
 };
 

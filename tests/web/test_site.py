@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import itertools
 import json
 import re
 import shutil
@@ -18,6 +19,7 @@ from playwright.sync_api import expect
 
 import opal_deploy
 from opal_deploy.artifact import onnx_file
+from opal_deploy.auditing.record_diff import Tolerance, diff_records
 from opal_deploy.errors import UsageError
 from opal_deploy.records.lines import to_document
 from opal_deploy.records.record import to_record
@@ -25,6 +27,7 @@ from opal_deploy.synthetic import example_images
 from tests.browser import AXE, ORT_WEB, find_violations, needs_chromium, needs_ort_web, open_browser
 from tests.builders import make_patches
 from tests.cli.calls import check
+from tests.export.test_classifier import TAILS, make
 from tests.export.test_other_heads import Theirs
 from tests.records.test_schema import validator
 
@@ -34,9 +37,9 @@ FLAGS = (
     "--enable-unsafe-webgpu --use-webgpu-adapter=swiftshader --use-fake-device-for-media-stream "
     "--use-fake-ui-for-media-stream"
 )
-RESIZE = """async ([pixels, width, height]) => {
+RESIZE = """async ([pixels, width, height, filter]) => {
   const { resize } = await import("/pixels.js");
-  return [...resize(pixels, width, height, 96, 96)];
+  return [...resize(pixels, width, height, 96, 96, filter)];
 }"""
 
 
@@ -141,12 +144,31 @@ class TestPage:
         page.locator(f'[data-switch="{strongest}"]').first.click()
         expect(page.locator("#command")).to_contain_text(f"--drop {strongest}")
 
+    @pytest.mark.parametrize(("tail", "preprocess"), [("sigmoid", "timm"), ("dense", "torchvision")])
+    def test_a_classifier_is_explained_as_it_is(self, visit, opal, tmp_path, tail, preprocess):
+        path = tmp_path / "picture.png"
+        Image.fromarray(example_images(1, 331, 477)[0]).save(path)
+        options = ("--preprocess", preprocess, "--web", "site", "--ort-web", ORT_WEB, "--threads", "1")
+        check(opal("export", make(tmp_path / "c.onnx", TAILS[tail][0]), *options, cwd=tmp_path))
+        page = visit(tmp_path / "site")
+        expect(page.locator("#checked")).to_contain_text("the cells' shares add up to them")
+        record = ask(page, path)
+        expected = to_document(opal_deploy.load(tmp_path / "c.opal.onnx", threads=1).predict(path).answered)
+        validator(strict=True).validate(record)
+        assert ("labels" in record) == (tail == "sigmoid")
+        tolerance = Tolerance(cosine=1e-5, logit=1e-5, score=1e-5)
+        assert list(map(str, diff_records(record, {**record, **expected}, tolerance))) == []
+        page.locator("#classes section").last.hover()
+        painted = "heat => heat.getContext('2d').getImageData(0, 0, 4, 4).data.some(Boolean)"
+        assert page.locator("#heat").evaluate(painted)
+
     def test_pictures_are_resized_as_pillow_does_it(self, site, visit):
         page = visit(site)
-        for width, height in [(130, 211), (211, 130), (60, 40), (96, 300), (96, 96), (97, 95)]:
+        sizes = [(130, 211), (211, 130), (60, 40), (96, 300), (96, 96), (97, 95)]
+        for (width, height), kind in itertools.product(sizes, ("bilinear", "bicubic")):
             pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
-            resized = page.evaluate(RESIZE, [pixels.ravel().tolist(), width, height])
-            expected = np.asarray(Image.fromarray(pixels).resize((96, 96), Image.Resampling.BILINEAR))
+            resized = page.evaluate(RESIZE, [pixels.ravel().tolist(), width, height, kind])
+            expected = np.asarray(Image.fromarray(pixels).resize((96, 96), Image.Resampling[kind.upper()]))
             # older ones never take the columns first
             if int(PIL.__version__.split(".")[0]) >= 13 or height <= width:
                 assert resized == expected.ravel().tolist()
