@@ -75,7 +75,7 @@ class Outputs:
         top: the best classes, where the graph selects them itself.
         ood_score: float32 [N], at least 0: how far an image's features are from those of the training images; None
             where the graph does not compute it.
-        share_classes: int32 [N, k], the k best classes, see `Metadata.num_shared`; only of an additive head.
+        share_classes: int32 [N, k], the k best classes, see `Metadata.num_shared`; only with evidence `regions`.
         shares: float32 [N, k, H, W], the share of each cell in the logits of these classes; likewise.
     """
 

@@ -193,7 +193,7 @@ def _spread(number: int, share: int) -> list[int]:
 def compare_presets(session: Session, samples: Sequence[Sample], result: EvaluationResult) -> Iterator[str]:
     """Yield a warning if a classifier is clearly more accurate with another preset of preprocessing than in `result`.
 
-    The session is of an additive head, whose file may state the wrong preprocessing.
+    The session is of somebody's classifier, whose file may state the wrong preprocessing.
     """
     metadata = session.metadata
     chosen = choose_samples(samples, _PRESET_IMAGES)

@@ -149,6 +149,8 @@ def run_export(source: StrPath | Any, options: ExportOptions) -> ExportResult:
 
         return export_module(source, options, Path(type(source).__name__.lower()))
     path = Path(source)
+    # a folder as Hugging Face's tools write it
+    path = path / "model.onnx" if path.is_dir() else path
     if not path.is_file():
         raise ArtifactError(f"{path}: no such file; expected a checkpoint or an exported ONNX file")
     # PIP-Net's files have no suffix

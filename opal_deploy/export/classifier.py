@@ -8,6 +8,7 @@ that add up to them with the bias.
 from __future__ import annotations
 
 import ast
+import json
 import math
 import os
 import tempfile
@@ -76,9 +77,9 @@ def export_classifier(
         raise ArtifactError(
             f"{name}: its last nodes do not fit each other ({first_line(error)}); export it again"
         ) from None
-    preprocessing = preprocessing or _find_preprocessing(model, options, name)
+    preprocessing = preprocessing or _find_preprocessing(model, options, path, name)
     own = _read_input(model, preprocessing, options, name)
-    names = _name_classes(model, options, len(tail.weights), name)
+    names = _name_classes(model, options, path, len(tail.weights), name)
     is_half = any(tensor.data_type == TensorProto.FLOAT16 for tensor in model.graph.initializer)
     rule = preprocessing.rule or ResizeRule("shortest_edge", "bilinear", min(own.size))
     session = _open(with_outputs(model, [tail.logits]), options, name)
@@ -161,15 +162,16 @@ def _properties(model: onnx.ModelProto) -> dict[str, str]:
     return {entry.key: entry.value for entry in model.metadata_props}
 
 
-def _find_preprocessing(model: onnx.ModelProto, options: ExportOptions, name: str) -> Preprocessing:
-    if options.preprocess is not None:
-        return read_preprocessing(options.preprocess)
+def _find_preprocessing(model: onnx.ModelProto, options: ExportOptions, path: Path, name: str) -> Preprocessing:
+    beside = path.with_name("preprocessor_config.json")
+    if options.preprocess is not None or beside.is_file():
+        return read_preprocessing(options.preprocess or str(beside))
     if _properties(model).get("author") == "Ultralytics":
         return PRESETS["ultralytics"]
     raise UsageError(f"{name}: give --preprocess {', '.join(PRESETS)}, or a .json file of timm or Hugging Face")
 
 
-def _name_classes(model: onnx.ModelProto, options: ExportOptions, count: int, name: str) -> Sequence[str]:
+def _name_classes(model: onnx.ModelProto, options: ExportOptions, path: Path, count: int, name: str) -> Sequence[str]:
     names: Sequence[str]
     if isinstance(options.classes, str | os.PathLike):
         from opal_deploy.model.checkpoint import read_class_names
@@ -178,16 +180,31 @@ def _name_classes(model: onnx.ModelProto, options: ExportOptions, count: int, na
     elif options.classes is not None:
         names = list(options.classes)
     else:
-        names = [f"class {number}" for number in range(count)]
-        with suppress(ValueError, SyntaxError, TypeError, KeyError):
-            # Ultralytics: a dictionary as Python writes it
-            stored = ast.literal_eval(_properties(model)["names"])
-            names = [str(stored[number]) for number in range(count)]
-        if names[0] == "class 0":
+        # a file that says how to prepare images lies beside the one with the names
+        stated = Path(options.preprocess or "")
+        names = _find_names(model, (stated if stated.suffix == ".json" else path).parent)
+        if not names:
+            names = [f"class {number}" for number in range(count)]
             options.log(f"{name}: does not name its classes, which are numbered; name them with --classes FILE")
     if len(names) != count:
         raise UsageError(f"{name}: {len(names)} class names for {count} classes; give one per class, in their order")
     return names
+
+
+def _find_names(model: onnx.ModelProto, folder: Path) -> list[str]:
+    """Return the class names in a file of Ultralytics, or in a `config.json` of Hugging Face or timm; none without."""
+    stored: Any = ()
+    with suppress(OSError, ValueError, SyntaxError, TypeError, AttributeError):
+        if (names := _properties(model).get("names")) is not None:
+            # a dictionary as Python writes it
+            stored = ast.literal_eval(names)
+        else:
+            raw = json.loads((folder / "config.json").read_text("utf-8"))
+            stored = raw.get("id2label") or raw.get("label_names") or ()
+        if isinstance(stored, dict):
+            stored = [value for _, value in sorted((int(number), value) for number, value in stored.items())]
+        return [str(value) for value in stored]
+    return []
 
 
 def _read_input(model: onnx.ModelProto, preprocessing: Preprocessing, options: ExportOptions, name: str) -> OwnInput:

@@ -88,7 +88,7 @@ def build_sheet(
 
 
 def paint_evidence(result: Result, place: int = 0) -> Image.Image:
-    """Return the image to draw on; of an additive head, tinted by the shares of the answer, or of the runner-up.
+    """Return the image to draw on; with evidence `regions` tinted by the shares of the answer, or of the runner-up.
 
     Raises ImageError if memory was too short for the image.
     """

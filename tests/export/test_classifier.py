@@ -267,6 +267,22 @@ def test_resize_rules_are_torchvisions():
             ResizeRule.parse(text)
 
 
+def test_a_folder_of_hugging_face_states_names_and_preprocessing(tmp_path):
+    make(tmp_path / "model.onnx", [POOL, FLAT, DENSE])
+    processor = {"size": 32, "resample": 3, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    names = {"10": "oak", "2": "elm", "0": "ash", "1": "birch"}
+    for stated in ({"id2label": names}, {"label_names": ["ash", "birch", "elm", "oak"]}):
+        (tmp_path / "config.json").write_text(json.dumps(stated))
+        metadata = read_metadata(opal_deploy.export_model(tmp_path, threads=1, overwrite=True).path)
+        assert metadata.class_names == ("ash", "birch", "elm", "oak")
+    assert metadata.resize == "squash-bicubic"
+    assert opal_deploy.load(tmp_path / "model.onnx", threads=1).names[0] == "ash"
+    (tmp_path / "config.json").write_text(json.dumps({"id2label": {"0": "ash"}}))
+    with pytest.raises(UsageError, match="1 class names for 4"):
+        opal_deploy.export_model(tmp_path, threads=1, overwrite=True)
+
+
 def test_hugging_face_and_timm_configurations_are_read():
     vit = {"size": {"height": 224, "width": 224}, "resample": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     assert str(from_config(vit).rule) == "squash-bilinear"
