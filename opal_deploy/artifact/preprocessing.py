@@ -5,6 +5,7 @@ A model's metadata names its rule in one word, `KIND[-SIZE]-FILTER`:
     squash-bilinear                straight to the input size, aspect ratio not kept (OPAL's authors)
     shortest_edge-256-bilinear     the shorter side to 256 pixels, then the middle of the input size (torchvision, timm,
                                    Hugging Face, Ultralytics)
+    letterbox-bilinear             whole, as large as fits, between bars of the grey 114 (Ultralytics' detectors)
 
 Filters are Pillow's, antialiased. Sides are rounded as in torchvision.
 """
@@ -19,7 +20,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 from opal_deploy.errors import UsageError
 
-Kind = Literal["squash", "shortest_edge"]
+Kind = Literal["squash", "shortest_edge", "letterbox"]
 Filter = Literal["bilinear", "bicubic"]
 _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _CAFFE = (123.68 / 255, 116.779 / 255, 103.939 / 255), (1 / 255,) * 3
@@ -29,7 +30,7 @@ _RESAMPLE: dict[Any, Filter] = {2: "bilinear", 3: "bicubic"}
 
 
 class View(NamedTuple):
-    """What a rule makes of an image: its new (width, height), and the corner (x, y) in it where the input begins."""
+    """What a rule makes of an image: its new (width, height), and the corner (x, y) of the input, below 0 in bars."""
 
     size: tuple[int, int]
     corner: tuple[int, int]
@@ -37,7 +38,7 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class ResizeRule:
-    """A resize rule; `short` is the length of the shorter side, 0 for `squash`."""
+    """A resize rule; `short` is the length of the shorter side, 0 for other rules than `shortest_edge`."""
 
     kind: Kind = "squash"
     filter: Filter = "bilinear"
@@ -46,10 +47,10 @@ class ResizeRule:
     @staticmethod
     def parse(text: str) -> ResizeRule:
         """Return the rule of a model's metadata; raise ValueError for an unknown one."""
-        match = re.fullmatch(r"(squash|shortest_edge-([1-9]\d{0,4}))-(bilinear|bicubic)", text)
-        if match is None:
+        match = re.fullmatch(r"(squash|letterbox|shortest_edge)(-[1-9]\d{0,4})?-(bilinear|bicubic)", text)
+        if match is None or (match[1] == "shortest_edge") != (match[2] is not None):
             raise ValueError(f"resize rule {text[:40]!r} is not known")
-        return ResizeRule("shortest_edge" if match[2] else "squash", cast(Filter, match[3]), int(match[2] or 0))
+        return ResizeRule(cast(Kind, match[1]), cast(Filter, match[3]), -int(match[2] or 0))
 
     def __str__(self) -> str:
         """Return the rule as metadata names it."""
@@ -60,6 +61,10 @@ class ResizeRule:
         height, width = input_size
         if self.kind == "squash":
             return View((width, height), (0, 0))
+        if self.kind == "letterbox":
+            scale = min(width / size[0], height / size[1])
+            fitted = max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
+            return View(fitted, (-((width - fitted[0]) // 2), -((height - fitted[1]) // 2)))
         # as torchvision: the longer side is truncated, the corner rounded
         short, long = min(size), max(size)
         longer = int(self.short * long / short)
@@ -102,6 +107,7 @@ PRESETS: dict[str, Preprocessing] = {
     "torchvision": Preprocessing(ResizeRule("shortest_edge", "bilinear", 256), *_IMAGENET),
     "timm": Preprocessing(ResizeRule("shortest_edge", "bicubic", 256), *_IMAGENET),
     "ultralytics": Preprocessing(None, *_PLAIN),
+    "letterbox": Preprocessing(ResizeRule("letterbox"), *_PLAIN),
     "stretch": Preprocessing(ResizeRule(), *_IMAGENET),
     "keras-torch": Preprocessing(ResizeRule(), *_IMAGENET),
     "keras-tf": Preprocessing(ResizeRule(), *_HALF),

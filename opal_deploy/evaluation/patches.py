@@ -28,7 +28,7 @@ from opal_deploy.predict import setup
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import Box, Geometry, compute_geometry
 from opal_deploy.preprocess.resize import fit_input
-from opal_deploy.records.evidence import find_evidence
+from opal_deploy.records.evidence import find_boxes, find_evidence
 from opal_deploy.runtime.select import open_sessions, read_model_metadata
 from opal_deploy.runtime.session import Session
 from opal_deploy.visualization.overlay import cut_patch
@@ -86,7 +86,7 @@ def cut_patches(
         sample = samples[row]
         image = decode(sample.path).convert("RGB")
         _, geometry = fit_input(image, compute_geometry(image.size, sample.box if boxes else None), metadata.form)
-        own = metadata.cells.boxes([geometry.crop], *np.moveaxis(evidence.cells[row][None], 2, 0))[0]
+        own = find_boxes(metadata, [geometry], *np.moveaxis(evidence.cells[row][None], 2, 0))[0]
         for class_id, slot, place in cuts:
             cut = _cut(image, tuple(own[place].tolist()), metadata.reach, float(values[row, place]), sample.path.name)
             patches[class_id, slot].append(cut)

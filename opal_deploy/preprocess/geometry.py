@@ -32,6 +32,7 @@ class Geometry:
     Attributes:
         width, height: of the whole image in pixels, EXIF orientation applied.
         crop: (x0, y0, x1, y1) in integer pixels of that image, x1 and y1 exclusive; the whole image without a box.
+            Of a letterboxed image it reaches beyond, to the ends of the bars.
     """
 
     width: int

@@ -31,6 +31,8 @@ MAX_DISPLAY_PIXELS, MAX_DISPLAY_SIDE = 2_000_000, 4096
 # a filter has two 8-byte weights per pixel of a side: on a longer side, whole pixels are averaged first
 _MAX_SIDE = 1_000_000
 _thread_local = threading.local()
+# grey of a letterbox's bars
+_BARS = 114
 # the brightest value of 12 bits read as 16
 _NEARLY_BLACK = 16
 
@@ -63,7 +65,10 @@ def is_nearly_black(pixels: NDArray[np.uint8]) -> bool:
 def fit_input(
     image: Image.Image, geometry: Geometry, form: InputForm, decoding: Decoding = Decoding.default
 ) -> tuple[NDArray[np.uint8], Geometry]:
-    """Return the input of `to_input` by any resize rule, and the part of the image that it shows, in whole pixels."""
+    """Return the input of `to_input` by any resize rule, and the part of the image that it shows, in whole pixels.
+
+    With a letterbox that part reaches beyond the image, to the ends of the bars.
+    """
     if form.rule == ResizeRule():
         return to_input(image, geometry, form.size, decoding), geometry
     x0, y0, x1, y1 = geometry.crop
@@ -73,9 +78,13 @@ def fit_input(
     right, bottom = left + form.width, top + form.height
     across, down = (x1 - x0) / width, (y1 - y0) / height
     shown = (
-        max(x0, round(x0 + left * across)), max(y0, round(y0 + top * down)),
-        min(x1, round(x0 + right * across)), min(y1, round(y0 + bottom * down)),
+        round(x0 + left * across), round(y0 + top * down), round(x0 + right * across), round(y0 + bottom * down)
     )  # fmt: skip
+    if form.rule.kind == "letterbox":
+        barred = Image.new("RGB", (form.width, form.height), (_BARS,) * 3)
+        barred.paste(resized, (-left, -top))
+        return np.asarray(barred), replace(geometry, crop=shown)
+    shown = max(x0, shown[0]), max(y0, shown[1]), min(x1, shown[2]), min(y1, shown[3])
     return np.asarray(resized.crop((left, top, right, bottom))), replace(geometry, crop=shown)
 
 

@@ -20,7 +20,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import PER_IMAGE, Outputs
 from opal_deploy.preprocess.geometry import Geometry
 from opal_deploy.records.decision import NO_DECISION, Decision
-from opal_deploy.records.evidence import SlotEvidence, TopClasses, find_evidence, find_top_classes
+from opal_deploy.records.evidence import SlotEvidence, TopClasses, find_boxes, find_evidence, find_top_classes
 from opal_deploy.records.names import SlotNames
 from opal_deploy.records.record import RECORD_SCHEMA, Answer, Answered, Failed, Label, Problem, Slot
 from opal_deploy.records.regions import find_regions
@@ -150,9 +150,7 @@ def _build_regions(class_id: int, geometry: Geometry, outputs: Outputs, metadata
     place = outputs.share_classes[0].tolist().index(class_id)
     regions = find_regions(outputs.shares[0, place])
     corners = np.array([(region.first, region.last) for region in regions])  # [n, 2, 2]
-    boxes = metadata.cells.boxes(
-        [geometry.crop], corners[None, ..., 0].reshape(1, -1), corners[None, ..., 1].reshape(1, -1)
-    )
+    boxes = find_boxes(metadata, [geometry], *np.moveaxis(corners.reshape(1, -1, 2), 2, 0))
     edges = boxes[0].reshape(-1, 2, 4)  # of the first and the last cell of each region
     return tuple(
         Slot(

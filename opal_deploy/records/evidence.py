@@ -110,8 +110,19 @@ def find_evidence(
         np.stack([rows, cols], axis=2),
         scores,
         find_contributions(scores / norms[:, None], class_ids, metadata),
-        metadata.cells.boxes([geometry.crop for geometry in geometries], rows, cols),
+        find_boxes(metadata, geometries, rows, cols),
     )
+
+
+def find_boxes(
+    metadata: Metadata, geometries: Sequence[Geometry], rows: NDArray[np.int64], cols: NDArray[np.int64]
+) -> DoubleArray:
+    """Return the boxes of `CellGrid.boxes` inside the N images: a cell in a letterbox's bar has the nearest pixel's."""
+    boxes = metadata.cells.boxes([geometry.crop for geometry in geometries], rows, cols)
+    sizes = np.array([(geometry.width, geometry.height) for geometry in geometries], np.float64)[:, None]
+    low, high = np.clip(boxes[..., :2], 0.0, sizes), np.clip(boxes[..., 2:], 0.0, sizes)
+    low = np.where(low < high, low, np.minimum(low, sizes - 1))
+    return np.concatenate([low, np.where(low < high, high, low + 1)], axis=2)
 
 
 def _compute_norms(outputs: Outputs, metadata: Metadata) -> DoubleArray:

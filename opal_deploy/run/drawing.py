@@ -83,7 +83,10 @@ def build_sheet(
         runner_up = answer, class_evidence(answer.class_id, geometry, outputs, metadata, names)
         document["runner_up_evidence"] = to_builtins(runner_up[1])
     other = paint_evidence(result, 1) if outputs.shares is not None and runner_up else None
-    drawing = draw_sheet(paint_evidence(result), record, runner_up, metadata, geometry.crop, other)
+    # without a letterbox's bars
+    x0, y0, x1, y1 = geometry.crop
+    seen = max(x0, 0), max(y0, 0), min(x1, geometry.width), min(y1, geometry.height)
+    drawing = draw_sheet(paint_evidence(result), record, runner_up, metadata, seen, other)
     return Sheet(record, document, drawing)
 
 

@@ -79,13 +79,19 @@ function softmax(logits, temperature) {
 
 const moveBox = (place, count) => Math.min(Math.max(place + (metadata.receptive_field?.box_offset ?? 0), 0), count - 1);
 
-/** The box of the cells from one to another in a picture of this crop, as `artifact/cells.py`. */
-function findBox([row, col], [lastRow, lastCol], crop) {
+/** The box of the cells from one to another in a picture {crop, width, height}, as `artifact/cells.py`. */
+function findBox([row, col], [lastRow, lastCol], { crop, width, height }) {
   const [rows, cols] = metadata.grid, [x0, y0, x1, y1] = fit(crop, inputForm()).shown;
   const w = (x1 - x0) / cols, h = (y1 - y0) / rows;
-  return [
-    x0 + moveBox(col, cols) * w, y0 + moveBox(row, rows) * h, x0 + (moveBox(lastCol, cols) + 1) * w, y0 + (moveBox(lastRow, rows) + 1) * h,
-  ];
+  // inside the picture: a cell in a letterbox's bar has the nearest pixel, as `find_boxes` of records/evidence.py
+  const side = (first, last, size) => {
+    const [low, high] = [first, last].map((value) => Math.min(Math.max(value, 0), size));
+    const start = low < high ? low : Math.min(low, size - 1);
+    return [start, start < high ? high : start + 1];
+  };
+  const [left, right] = side(x0 + moveBox(col, cols) * w, x0 + (moveBox(lastCol, cols) + 1) * w, width);
+  const [top, bottom] = side(y0 + moveBox(row, rows) * h, y0 + (moveBox(lastRow, rows) + 1) * h, height);
+  return [left, top, right, bottom];
 }
 
 /** The shares of a class's cells, in rows; undefined where the graph has none of it. */
@@ -95,7 +101,7 @@ export function findShares(classId, { shared, shares }) {
 }
 
 /** The regions that speak for a class, as `records/regions.py`: strong cells that touch. */
-function findRegions(classId, outputs, crop) {
+function findRegions(classId, outputs, picture) {
   const cols = metadata.grid[1], shares = findShares(classId, outputs), order = rank(shares), left = new Set();
   const half = order.reduce((sum, cell) => sum + Math.max(shares[cell], 0), 0) / 2, regions = [];
   let reached = 0;
@@ -117,7 +123,7 @@ function findRegions(classId, outputs, crop) {
     const [inRow, inCol] = [cells.map((cell) => Math.floor(cell / cols)), cells.map((cell) => cell % cols)];
     regions.push({
       cell: [Math.floor(peak / cols), peak % cols], score: shares[peak], contribution: cells.reduce((sum, cell) => sum + shares[cell], 0),
-      box: findBox([Math.min(...inRow), Math.min(...inCol)], [Math.max(...inRow), Math.max(...inCol)], crop),
+      box: findBox([Math.min(...inRow), Math.min(...inCol)], [Math.max(...inRow), Math.max(...inCol)], picture),
     });
   }
   const most = metadata.prototypes_per_class, at = ({ cell: [row, col] }) => row * cols + col;
@@ -125,16 +131,16 @@ function findRegions(classId, outputs, crop) {
     .map((region, slot) => ({ slot, channel: classId * most + slot, ...region }));
 }
 
-/** The slots of a class that are left without those that are off, with their boxes in a picture of this crop. */
-export function findSlots(classId, outputs, norm, off, crop) {
-  if (hasRegions()) return outputs.shared.includes(classId) ? findRegions(classId, outputs, crop) : [];
+/** The slots of a class that are left without those that are off, with their boxes in a picture {crop, width, height}. */
+export function findSlots(classId, outputs, norm, off, picture) {
+  if (hasRegions()) return outputs.shared.includes(classId) ? findRegions(classId, outputs, picture) : [];
   const { scores, cells } = outputs, cols = metadata.grid[1];
   const kept = readClassMap(model.class_map, isShared() ? new Set() : off).slots(classId);
   const slots = kept.map(({ slot, channel, weight }) => {
     const row = Math.floor(cells[channel] / cols), col = cells[channel] % cols;
     return {
       slot, channel, cell: [row, col], score: scores[channel], contribution: scores[channel] / norm * weight,
-      box: findBox([row, col], [row, col], crop),
+      box: findBox([row, col], [row, col], picture),
     };
   });
   if (!isShared()) return slots;
@@ -192,7 +198,7 @@ export function buildRecord(picture, outputs) {
   });
   // a runner-up may be right as well
   const margin = isMultiLabel() ? null : findMargin(totals, order);
-  const evidence = findSlots(order[0], outputs, norm, new Set(), picture.crop);
+  const evidence = findSlots(order[0], outputs, norm, new Set(), picture);
   const rule = judge({ margin, ...outputs.perImage });
   const recorded = Object.entries(outputs.perImage).filter(([name]) => model.recorded_outputs.includes(name));
   return {
@@ -200,14 +206,14 @@ export function buildRecord(picture, outputs) {
     width: picture.width, height: picture.height, prediction: answer(order[0]),
     margin, ...Object.fromEntries(recorded),
     ...(rule?.quantity === "ood_score" && { reason: describeOodScore(outputs.perImage.ood_score, rule.limit, order[0], evidence) }),
-    top: order.slice(0, 5).map(answer), ...(isMultiLabel() && { labels: findLabels(order, outputs, picture.crop) }),
+    top: order.slice(0, 5).map(answer), ...(isMultiLabel() && { labels: findLabels(order, outputs, picture) }),
     evidence, ...findRest(order[0], totals[order[0]], evidence),
   };
 }
 
 /** The labels of an image that may have several, each with its own evidence. */
-const findLabels = (order, outputs, crop) => order.filter((classId) => outputs.logits[classId] > 0).map((classId) => {
-  const logit = outputs.logits[classId], parts = findSlots(classId, outputs, 1, new Set(), crop);
+const findLabels = (order, outputs, picture) => order.filter((classId) => outputs.logits[classId] > 0).map((classId) => {
+  const logit = outputs.logits[classId], parts = findSlots(classId, outputs, 1, new Set(), picture);
   const known = parts.length ? { evidence: parts, ...findRest(classId, logit, parts) } : {};
   return { class_id: classId, label: labels[classId], logit, probability: 1 / (1 + Math.exp(-logit)), ...known };
 });

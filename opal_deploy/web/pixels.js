@@ -96,6 +96,15 @@ const round = (value) => Math.abs(value % 1) === 0.5 ? 2 * Math.round(value / 2)
 export function fit([x0, y0, x1, y1], { width, height, rule = "squash-bilinear" }) {
   const [kind, short, filter = short] = rule.split("-"), w = x1 - x0, h = y1 - y0;
   if (kind === "squash") return { filter, size: [width, height], corner: [0, 0], shown: [x0, y0, x1, y1] };
+  if (kind === "letterbox") {
+    const scale = Math.min(width / w, height / h), size = [Math.max(1, round(w * scale)), Math.max(1, round(h * scale))];
+    const [left, top] = [-Math.floor((width - size[0]) / 2), -Math.floor((height - size[1]) / 2)];
+    const place = (from, at, by) => round(from + at * by), across = w / size[0], down = h / size[1];
+    return {
+      filter, size, corner: [left, top], fill: 114,
+      shown: [place(x0, left, across), place(y0, top, down), place(x0, left + width, across), place(y0, top + height, down)],
+    };
+  }
   const longer = Math.trunc(short * Math.max(w, h) / Math.min(w, h)), size = w <= h ? [Number(short), longer] : [longer, Number(short)];
   const [left, top] = [round((size[0] - width) / 2), round((size[1] - height) / 2)], across = w / size[0], down = h / size[1];
   return {
@@ -109,7 +118,7 @@ export function fit([x0, y0, x1, y1], { width, height, rule = "squash-bilinear" 
 /** The model's input of a form {width, height, rule}: RGB pixels of a crop [x0, y0, x1, y1], resized. */
 export function toInput(context, crop, form) {
   const [x0, y0, x1, y1] = crop, { width, height } = form;
-  const { filter, size: [newW, newH], corner: [left, top] } = fit(crop, form);
+  const { filter, size: [newW, newH], corner: [left, top], fill = 0 } = fit(crop, form);
   const { data, width: w, height: h } = context.getImageData(x0, y0, x1 - x0, y1 - y0);
   const pixels = new Uint8Array(w * h * 3);
   for (let i = 0, j = 0; i < pixels.length; i += 3, j += 4) {
@@ -119,8 +128,8 @@ export function toInput(context, crop, form) {
   }
   const resized = resize(pixels, w, h, newW, newH, filter);
   if (newW === width && newH === height) return resized;
-  // black where the input is larger
-  const input = new Uint8ClampedArray(width * height * 3), [from, to] = [Math.max(left, 0), Math.min(left + width, newW)];
+  // bars where the input is larger
+  const input = new Uint8ClampedArray(width * height * 3).fill(fill), [from, to] = [Math.max(left, 0), Math.min(left + width, newW)];
   for (let row = Math.max(-top, 0); row < Math.min(height, newH - top); row++) {
     const start = (row + top) * newW;
     input.set(resized.subarray(3 * (start + from), 3 * (start + to)), 3 * (row * width + from - left));

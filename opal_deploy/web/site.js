@@ -39,7 +39,7 @@ function queue(task, isUrgent = true) {
 // ---- an answer ----------------------------------------------------------------------------------------------------
 
 /** `findSlots` for the picture that is shown. */
-const slotsOf = (classId, off, norm) => findSlots(classId, current.outputs, norm, off, current.picture.crop);
+const slotsOf = (classId, off, norm) => findSlots(classId, current.outputs, norm, off, current.picture);
 
 /** Put a slot's switch into its row. */
 function addSwitch(row, slot, classId, isLast) {

@@ -262,9 +262,29 @@ def test_resize_rules_are_torchvisions():
     assert rule.fit((500, 333), (224, 224)) == ((384, 256), (80, 16))
     assert rule.fit((333, 500), (224, 224)) == ((256, 384), (16, 80))
     assert str(rule) == "shortest_edge-256-bilinear"
-    for text in ("nearest", "shortest_edge-0-bilinear", "squash-lanczos"):
+    for text in ("nearest", "shortest_edge-0-bilinear", "shortest_edge-bilinear", "letterbox-9-bicubic"):
         with pytest.raises(ValueError, match="not known"):
             ResizeRule.parse(text)
+
+
+@pytest.mark.parametrize("size", [(60, 90), (91, 60), (2, 90)])
+def test_a_letterbox_is_undone_in_the_boxes(size, tmp_path):
+    path = make(tmp_path / "c.onnx", TAILS["dense"][0])
+    pixels = example_images(1, 91, 91)[0][: size[0], : size[1]]
+    record = opal_deploy.load(path, preprocess="letterbox", threads=1).predict(pixels).answered
+    height, width = (max(1, round(side * SIZE / max(size))) for side in size)
+    barred = np.full((SIZE, SIZE, 3), 114, np.uint8)
+    top, left = (SIZE - height) // 2, (SIZE - width) // 2
+    resized = Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR)
+    barred[top : top + height, left : left + width] = resized
+    inputs = (barred[None] / 255).transpose(0, 3, 1, 2).astype(np.float32)
+    assert record.prediction.logit == pytest.approx(
+        onnxruntime.InferenceSession(path).run(None, {"x": inputs})[0].max()
+    )
+    for slot in record.evidence:
+        x0, y0, x1, y1 = slot.box
+        assert 0 <= x0 < x1 <= size[1]
+        assert 0 <= y0 < y1 <= size[0]
 
 
 def test_a_folder_of_hugging_face_states_names_and_preprocessing(tmp_path):

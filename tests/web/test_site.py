@@ -144,7 +144,7 @@ class TestPage:
         page.locator(f'[data-switch="{strongest}"]').first.click()
         expect(page.locator("#command")).to_contain_text(f"--drop {strongest}")
 
-    @pytest.mark.parametrize(("tail", "preprocess"), [("sigmoid", "timm"), ("dense", "torchvision")])
+    @pytest.mark.parametrize(("tail", "preprocess"), [("sigmoid", "timm"), ("dense", "letterbox")])
     def test_a_classifier_is_explained_as_it_is(self, visit, opal, tmp_path, tail, preprocess):
         path = tmp_path / "picture.png"
         Image.fromarray(example_images(1, 331, 477)[0]).save(path)
