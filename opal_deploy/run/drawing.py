@@ -27,7 +27,7 @@ from opal_deploy.records.build import ImageInfo, build_records, class_evidence
 from opal_deploy.records.decision import NO_DECISION, Decision
 from opal_deploy.records.lines import to_document
 from opal_deploy.records.names import SlotNames
-from opal_deploy.records.record import Answered, Failed, Problem, Record
+from opal_deploy.records.record import Answer, Answered, Failed, Label, Problem, Record
 from opal_deploy.records.run_files import OVERLAYS, REPORT, overlay_name, remove_overlays, write_image_file
 from opal_deploy.remote import redact
 from opal_deploy.timing import StageTimer
@@ -41,9 +41,11 @@ from opal_deploy.visualization.report import (
     choose_image_mode,
     make_thumbnail,
 )
-from opal_deploy.visualization.sheet import draw_sheet
+from opal_deploy.visualization.sheet import OtherClass, draw_sheet
 from opal_deploy.worker_pool import WorkerCrashed, WorkerPool, WorkerTimeout
 
+# classes below the answer on a sheet
+_MOST_OTHERS = 5
 # by the image's number in the run
 Thumbnails: TypeAlias = dict[int, Thumbnail]
 # the overlay as JPEG, and the report's thumbnail, each None if it was not drawn; and why one is missing
@@ -77,16 +79,19 @@ def build_sheet(
         raise ValueError("a sheet needs an answered image whose outputs were kept")
     info = ImageInfo(prepared.input.name, geometry, {"label": prepared.input.label})
     (record,) = build_records([info], outputs, metadata, top=2, decision=decision, slot_names=names)
-    document, runner_up = to_document(record), None
-    if len(record.top) > 1:
-        answer = record.top[1]
-        runner_up = answer, class_evidence(answer.class_id, geometry, outputs, metadata, names)
-        document["runner_up_evidence"] = to_builtins(runner_up[1])
-    other = paint_evidence(result, 1) if outputs.shares is not None and runner_up else None
+    document = to_document(record)
+    shown: Sequence[Answer | Label] = (record.labels or ())[1 : 1 + _MOST_OTHERS] or record.top[1:2]
+    others = [
+        # the graph lists shares of classes in this order, too
+        OtherClass(other, class_evidence(other.class_id, geometry, outputs, metadata, names), paint_evidence(result, i))
+        for i, other in enumerate(shown, 1)
+    ]
+    if others:
+        document["runner_up_evidence"] = to_builtins(others[0].slots)
     # without a letterbox's bars
     x0, y0, x1, y1 = geometry.crop
     seen = max(x0, 0), max(y0, 0), min(x1, geometry.width), min(y1, geometry.height)
-    drawing = draw_sheet(paint_evidence(result), record, runner_up, metadata, seen, other)
+    drawing = draw_sheet(paint_evidence(result), record, others, metadata, seen)
     return Sheet(record, document, drawing)
 
 

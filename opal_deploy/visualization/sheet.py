@@ -1,7 +1,7 @@
 """The evidence sheet of one image: what the report's detail view shows, as one picture.
 
 The photograph with the boxes of the predicted class; a row per slot with what it found, training images' patches that
-it finds similar, and what it adds to the answer; the runner-up below.
+it finds similar, and what it adds to the answer; the runner-up below, or the other labels.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from PIL import Image
 
@@ -17,7 +17,7 @@ from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.patches import Patch
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.records.names import hide_folders
-from opal_deploy.records.record import Answer, Answered, Slot, describe_status
+from opal_deploy.records.record import Answer, Answered, Label, Slot, describe_status
 from opal_deploy.visualization.boxes import draw_boxes
 from opal_deploy.visualization.drawing import SCALE, Bitmap, Drawing, Rect, Text
 from opal_deploy.visualization.overlay import (
@@ -62,23 +62,29 @@ _BAR: Final = 118
 _MIN_WHITE: Final = 8
 
 
+class OtherClass(NamedTuple):
+    """A class below the answer: its slots, and the photograph to show their boxes on."""
+
+    answer: Answer | Label
+    slots: Sequence[Slot]
+    photograph: Image.Image
+
+
 def draw_sheet(
     photograph: Image.Image,
     record: Answered,
-    runner_up: tuple[Answer, Sequence[Slot]] | None,
+    others: Sequence[OtherClass],
     metadata: Metadata,
     crop: tuple[int, int, int, int] | None = None,
-    other: Image.Image | None = None,
 ) -> Drawing:
     """Return the sheet of one image.
 
     Args:
         photograph: the whole oriented image, RGB, or its `to_display`.
         record: with evidence.
-        runner_up: the second class and its slots; None for a model with one class.
+        others: the runner-up, or the other labels; none for a model with one class.
         metadata: the model's; its patches are shown where it has any.
         crop: what the model saw, see `Geometry`; None for the whole image.
-        other: the photograph to show the runner-up's boxes on; None: the same.
 
     Raises:
         ValueError: the photograph has another size than the record says.
@@ -87,9 +93,9 @@ def draw_sheet(
     sheet = _Sheet(photograph, record, metadata, crop or (0, 0, record.width, record.height))
     sheet.add_answer()
     sheet.add_evidence()
-    if runner_up is not None:
-        sheet.photograph = other or photograph
-        sheet.add_runner_up(*runner_up)
+    for other in others:
+        sheet.photograph = other.photograph
+        sheet.add_other(other.answer, other.slots)
     return sheet.finish()
 
 
@@ -190,12 +196,16 @@ class _Sheet:
             y += 14
         self.y = max(below, y) + 10
 
-    def add_runner_up(self, answer: Answer, slots: Sequence[Slot]) -> None:
-        """Add the runner-up: a small photograph with its boxes, and its bars on the scale of the answer's."""
+    def add_other(self, answer: Answer | Label, slots: Sequence[Slot]) -> None:
+        """Add another class: a small photograph with its boxes, and its bars on the scale of the answer's."""
         self._add(Rect(_MARGIN, self.y, self.width - 2 * _MARGIN, 1, _RULE))
         self.y += 12
         name = answer.label.strip() or f"class {answer.class_id}"
-        self._lines(f"Runner-up: {name}, {describe_match(answer)}", _HEAD)
+        if isinstance(answer, Answer):
+            self._lines(f"Runner-up: {name}, {describe_match(answer)}", _HEAD)
+        else:
+            values = f"logit {format_number(answer.logit)}, probability {format_number(answer.probability)}"
+            self._lines(f"{name}, {values}", _HEAD)
         self.y += 6
         top = self.y
         width, height = self._photograph(slots, _SMALLER, _MARGIN, top, answer.label)

@@ -120,6 +120,10 @@ def test_a_classifier_keeps_its_logits_and_its_cells_add_up_to_them(case, tmp_pa
             assert label.probability == pytest.approx(1 / (1 + np.exp(-label.logit)), abs=1e-12)
             parts = sum(slot.contribution for slot in label.evidence)
             assert parts + label.rest + label.bias == pytest.approx(label.logit, abs=1e-9)
+    if case == "sigmoid":
+        assert len(answers) > 1
+        sheet = model.predict(image).save_sheet(tmp_path / "sheet.svg").read_text("utf-8")
+        assert f"{answers[1].label}, logit" in sheet
 
 
 REFUSED = {

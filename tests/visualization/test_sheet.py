@@ -17,7 +17,7 @@ from opal_deploy.records.build import ImageInfo, build_records, class_evidence
 from opal_deploy.records.decision import Decision
 from opal_deploy.visualization.drawing import SCALE, Bitmap, Rect, Text
 from opal_deploy.visualization.overlay import crop_box
-from opal_deploy.visualization.sheet import draw_sheet
+from opal_deploy.visualization.sheet import OtherClass, draw_sheet
 from opal_deploy.visualization.style import measure_text, slot_color
 from tests.builders import make_patches
 
@@ -49,10 +49,11 @@ def draw(
     geometry = Geometry(*size, crop or (0, 0, *size))
     (record,) = build_records([ImageInfo(image, geometry, {"label": label})], outputs, metadata, top=2, **options)
     record = record if status is None else replace_struct(record, status=status)
-    other = None
-    if len(record.top) > 1:
-        other = record.top[1], class_evidence(record.top[1].class_id, geometry, outputs, metadata)
-    return record, draw_sheet(photograph(size), record, other, metadata, geometry.crop)
+    others = [
+        OtherClass(answer, class_evidence(answer.class_id, geometry, outputs, metadata), photograph(size))
+        for answer in record.top[1:]
+    ]
+    return record, draw_sheet(photograph(size), record, others, metadata, geometry.crop)
 
 
 CASES = {
