@@ -34,8 +34,7 @@ class VerifyOptions(Decision):
         bool, Option("Accept a signed run that stopped early, or an earlier state of one.", panel=_RESULTS)
     ] = False
     reseal: Annotated[
-        StrPath | None,
-        Option("Write the digest again if the outputs are those of this original.", cli=Path),
+        StrPath | None, Option("Write the digest again if the outputs are those of this original.", cli=Path)
     ] = None
     device: Device = "auto"
     threads: Threads = None
@@ -76,9 +75,7 @@ class DriftOptions(Options):
 
     baseline: Annotated[
         StrPath | None,
-        Option(
-            "Model that gave the results, with its baseline.", default="the run's, in the working directory", cli=Path
-        ),
+        Option("Model of the results, with its baseline.", default="the run's, in the working directory", cli=Path),
     ] = None
     against: Annotated[
         StrPath | None, Option("Earlier results of the same model, to compare with instead.", cli=Path)
@@ -86,8 +83,7 @@ class DriftOptions(Options):
     max_q: Annotated[float, Option("Largest false discovery rate of a shift.", min=0, max=1)] = 0.01
     min_effect: Annotated[float, Option("Smallest effect of a shift, 0 to 1.", min=0, max=1)] = 0.1
     fail_on: Annotated[
-        Literal["any", "evidence"] | None,
-        Option("Exit with 4 on `any` shift, or only on shifts in the `evidence`."),
+        Literal["any", "evidence"] | None, Option("Exit with 4 on `any` shift, or only on shifts in the `evidence`.")
     ] = None
     html: Annotated[StrPath | None, Option("Write an HTML page of the ten strongest shifts.", cli=Path)] = None
     overwrite: Annotated[bool, Option("Replace --html if it exists.")] = False

@@ -31,21 +31,13 @@ _ABSENT = "nothing"
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest accepted differences of numbers.
+    """The largest accepted differences of numbers, absolute but for logits."""
 
-    Attributes:
-        cosine: of cosines, margins and contributions, absolute.
-        logit: relative to max(1, |logit|).
-        score: absolute.
-        others: of each output with one number per image, by name, absolute.
-        temperature: of calibrated probabilities, which follow from logits that may differ; None for a model without.
-    """
-
-    cosine: float
-    logit: float
+    cosine: float  # of cosines, margins and contributions
+    logit: float  # relative to max(1, |logit|)
     score: float
-    others: Mapping[str, float] = field(default_factory=dict)
-    temperature: float | None = None
+    others: Mapping[str, float] = field(default_factory=dict)  # by name of an output with one number per image
+    temperature: float | None = None  # of calibrated probabilities, which follow from logits; None for a model without
 
     @staticmethod
     def for_model(metadata: Metadata) -> Tolerance:

@@ -150,13 +150,13 @@ def verify_records(
         UsageError: the file cannot be read.
         StoppedEarly: the device was lost.
     """
-    report, run = RecordsReport(), RunRecords(path)
+    report = RecordsReport()
     # all classes that the model lists, so that any class in a record can be compared
     options = replace(check.inference, top=session.metadata.max_top, model_sha256=check.model_sha256)
     pending: deque[_Recorded] = deque()
 
     def requests() -> Iterator[InputImage]:
-        for recorded in _select_records(run, lines, check.public_keys, report):
+        for recorded in _select_records(path, lines, check.public_keys, report):
             pending.append(recorded)
             yield _build_request(recorded.record, check)
 
@@ -167,17 +167,15 @@ def verify_records(
         if finding.signature or finding.why or finding.differences:
             report.add(finding)
         progress(report.checked)
-    report.run_faults, report.run_notes = run.check(check.public_keys)
     report.findings.sort(key=lambda finding: finding.line)
     return report
 
 
 def verify_signatures(path: Path, public_keys: PublicKeys | None) -> RecordsReport:
     """Check the signatures of all records, and the records with run.json; raise UsageError if they cannot be read."""
-    report, run = RecordsReport(), RunRecords(path)
-    for _ in _select_records(run, frozenset(), public_keys, report):
-        pass
-    report.run_faults, report.run_notes = run.check(public_keys)
+    report = RecordsReport()
+    # none is to be computed again
+    deque(_select_records(path, frozenset(), public_keys, report), maxlen=0)
     return report
 
 
@@ -191,10 +189,11 @@ class _Recorded(NamedTuple):
 
 
 def _select_records(
-    run: RunRecords, lines: frozenset[int] | None, public_keys: PublicKeys | None, report: RecordsReport
+    path: Path, lines: frozenset[int] | None, public_keys: PublicKeys | None, report: RecordsReport
 ) -> Iterator[_Recorded]:
-    """Yield the records to compute again; add all to `run`, and report lines that are not records."""
-    for number, (_, document, record) in enumerate(scan_lines(run.path), 1):
+    """Yield the records to compute again; report lines that are not records, and how all records fit run.json."""
+    run = RunRecords(path)
+    for number, (_, document, record) in enumerate(scan_lines(path), 1):
         report.records += 1
         if record is None:
             report.add(Finding(number, None, why="not a complete record"))
@@ -211,6 +210,7 @@ def _select_records(
             yield _Recorded(number, document, record, fault)
         elif fault:
             report.add(Finding(number, record.image, signature=fault))
+    report.run_faults, report.run_notes = run.check(public_keys)
 
 
 def _build_request(record: Record, check: CheckOptions) -> InputImage:
