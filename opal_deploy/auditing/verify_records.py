@@ -39,8 +39,8 @@ class Finding:
     line: int  # in the file, from 1
     image: str | None  # None for a line that is not a record
     differences: Sequence[FieldDifference] = ()
-    why: str = ""  # the reason if fields were not compared
-    signature: str = ""  # what is wrong with the signature
+    why: str | None = None  # the reason if fields were not compared
+    signature: str | None = None  # what is wrong with the signature
     checked: bool = True  # False if the image could not be read
 
     def __str__(self) -> str:
@@ -48,10 +48,6 @@ class Finding:
         why = self.why or "".join(map(str, self.differences[:1]))
         more = f" (and {len(self.differences) - 1} more fields)" if len(self.differences) > 1 else ""
         return f"line {self.line}, {self.image}: {'; '.join(filter(None, (self.signature, why)))}{more}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the finding for JSON."""
-        return {**asdict(self), "why": self.why or None, "signature": self.signature or None}
 
 
 @dataclass
@@ -82,7 +78,7 @@ class RecordsReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report for JSON."""
-        return {**vars(self), "findings": [finding.to_dict() for finding in self.findings]}
+        return asdict(self)
 
 
 class GivenImages:
@@ -237,7 +233,7 @@ def _compare(line: _Recorded, computed: Record, session: Session, check: CheckOp
     """Return the comparison of a record, which may have found nothing."""
     recorded = line.record
     code, recorded_code = (record.error.code if isinstance(record, Failed) else "" for record in (computed, recorded))
-    finding = Finding(line.number, recorded.image, signature=line.fault)
+    finding = Finding(line.number, recorded.image, signature=line.fault or None)
     if code not in ("", recorded_code) and (code == "not_found" or computed.image_sha256 is None):
         why = "image not found" if code == "not_found" else f"the image cannot be read now ({code})"
         if recorded.image is None:
