@@ -30,8 +30,8 @@ from opal_deploy.artifact.outputs import FloatArray, Outputs
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.evaluation.api import EvaluateOptions
 from opal_deploy.evaluation.inputs import read_inputs
-from opal_deploy.evaluation.interventions import format_interventions, measure_interventions
-from opal_deploy.evaluation.pointing import format_game, play_pointing_game
+from opal_deploy.evaluation.interventions import measure_interventions
+from opal_deploy.evaluation.pointing import play_pointing_game
 from opal_deploy.evaluation.session import evaluate_session
 from opal_deploy.export.graph_edit import producers, with_outputs
 from opal_deploy.preprocess.resize import normalise
@@ -114,12 +114,13 @@ def measure(root: Path, path: Path) -> None:
     session: Session = MapSession(path) if model_kind(path) == "onnx" else open_sessions(path, device="cpu")[0]
     options = EvaluateOptions(split="test", limit=60)
     inputs = read_inputs(root, path, session.metadata, options)
-    result = evaluate_session(session, inputs.samples, parts=inputs.part_locations)
+    result = evaluate_session(session, inputs.samples, parts=inputs.annotations.located)
     print(f"accuracy {result.metrics.accuracy:.1%}", result.parts, sep="\n")
-    print(*format_game(play_pointing_game(result, inputs.annotations, session.metadata)), sep="\n")
+    game = play_pointing_game(result, inputs.annotations, session.metadata)
+    print(*(game.describe() if game else ["pointing game: no correctly classified image has an annotation"]), sep="\n")
     if (root / "parts.jsonl").is_file():
         first = read_annotations(root)[0]
-        print(*format_interventions(measure_interventions(session, (first.height, first.width), options)), sep="\n")
+        print(*measure_interventions(session, (first.height, first.width), options).describe(), sep="\n")
 
 
 if __name__ == "__main__":

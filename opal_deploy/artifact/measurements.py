@@ -134,6 +134,13 @@ def describe_calibration(raw: Mapping[str, Any]) -> str:
     return f"not calibrated: {NOT_FITTED}" if calibration is None else calibration.describe()
 
 
+def describe_risk(raw: Mapping[str, Any]) -> str:
+    """Return one line for a person on a risk-coverage curve, the `risk` of metadata or a checkpoint."""
+    shares = ", ".join(f"{share:.1%} at {100 * float(rate):g} %" for rate, share in raw["coverage_at_error"].items())
+    answered = f"error {raw['error']:.2%} of {raw['images']:,} {raw.get('split', 'val')} images without abstaining"
+    return f"{answered}, AURC {raw['aurc']:.4f}; coverage by error rate: {shares}"
+
+
 @dataclass(frozen=True)
 class ReceptiveField:
     """The receptive fields of a model's cells, in pixels of its input.

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from opal_deploy.artifact import onnx_file
+from opal_deploy.artifact import measurements, onnx_file
 from opal_deploy.artifact.baseline import Baseline
 from opal_deploy.artifact.checkpoint_index import TensorInfo, read_index
 from opal_deploy.artifact.documents import check_checkpoint
@@ -188,10 +188,7 @@ def _list_measurements(
     for line in describe_edits(values.get("edits") or ()):
         yield "edit", line
     if risk:
-        coverage = risk["coverage_at_error"].items()
-        shares = ", ".join(f"{float(share):.1%} at {100 * float(error):g} %" for error, share in coverage)
-        error = f"{risk['images']} {risk.get('split', 'val')} images: error {risk['error']:.2%} where all are answered"
-        yield "risk", f"{error}; coverage by error rate: {shares}"
+        yield "risk", measurements.describe_risk(risk)
     yield "calibration", describe_calibration(values.get("calibration") or {})
     if exact:
         yield from list_evaluation(values.get("evaluation") or {}, path, export_of=export_of)

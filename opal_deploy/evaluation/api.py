@@ -15,18 +15,11 @@ if TYPE_CHECKING:
     from opal_deploy.evaluation.measure import ModelEvaluation
 
 Split = Literal["test", "val", "train", "all"]
-# what is measured on request, of models whose evidence is single cells
-EVIDENCE_MEASURES = ("faithfulness", "attack_outside", "randomise", "interventions")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(Options):
-    """Options of an evaluation.
-
-    Attributes:
-        log: receives the lines that the command prints.
-        progress: receives the number of images done and in all.
-    """
+    """Options of an evaluation."""
 
     dataset: DatasetName = None
     split: Annotated[Split, Option("Images to measure; `all` for a folder that was not used in training.")] = "test"
@@ -66,8 +59,8 @@ class EvaluateOptions(Options):
             "probabilities. Changes the file's digest."
         ),
     ] = False
-    log: Log = log_line
-    progress: ProgressChoice | None = None
+    log: Log = log_line  # receives the lines that the command prints
+    progress: ProgressChoice | None = None  # receives the number of images done and in all
 
 
 @keywords(EvaluateOptions)

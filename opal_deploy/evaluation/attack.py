@@ -64,6 +64,16 @@ class Attack(Figures):
     steps: int  # of PGD
     outside: list[Outside]
 
+    def describe(self) -> Iterator[str]:
+        """Yield a heading and a table: per region and kind of change, means with their 95 % intervals."""
+        yield (
+            f"attack outside the evidence: changes of at most {self.levels} of 255 grey levels, {self.margin} pixels "
+            f"or more from a box; {self.images} images, PGD of {self.steps} steps"
+        )
+        titles = {"region": "changed", "method": "how", "area": "of the image", "score_drop": "score drops"}
+        titles |= {"cells_moved": "cells move", "kept": "same answer"}
+        yield from format_rows(self.outside, titles)
+
 
 @dataclass(frozen=True)
 class _Answer:
@@ -80,22 +90,14 @@ class _Answer:
         return (values * self.listed).sum(1) / self.listed.sum(1)
 
 
+@dataclass(frozen=True)
 class Attacker:
-    """Attacks a network.
+    """Attacks a network."""
 
-    Args:
-        network: left in evaluation mode; computes on its device.
-        metadata: of the same model, whose evidence is single cells.
-        margin: pixels around a box that must not change.
-        field: of the cells; None or without an effective field leaves out the region `FIELD`.
-    """
-
-    def __init__(self, network: OpalNetwork, metadata: Metadata, margin: int, field: ReceptiveField | None) -> None:
-        self._network, self._metadata, self._margin, self._field = network.eval(), metadata, margin, field
-        self._device = next(network.parameters()).device
-        self._mean, self._std = (
-            torch.tensor(values, device=self._device).reshape(1, 3, 1, 1) for values in (metadata.mean, metadata.std)
-        )
+    network: OpalNetwork  # in evaluation mode; computes on its device
+    metadata: Metadata  # of the same model, whose evidence is single cells
+    margin: int  # pixels around a box that must not change
+    field: ReceptiveField | None  # of the cells; None or without an effective field leaves out the region `FIELD`
 
     def measure(self, images: ImageBatch, indices: Sequence[int]) -> dict[tuple[str, str], dict[str, Any]]:
         """Return figures per image, float64 [n'], by region and method, for images uint8 [n, H0, W0, 3].
@@ -105,31 +107,32 @@ class Attacker:
         Args:
             indices: of the images in the split, on which their random changes depend.
         """
-        clean = torch.from_numpy(images).permute(0, 3, 1, 2).float().to(self._device)
+        device = next(self.network.parameters()).device
+        clean = torch.from_numpy(images).permute(0, 3, 1, 2).float().to(device)
         drawn = [
             np.random.default_rng((*_STREAM, index)).integers(-LEVELS, LEVELS + 1, clean.shape[1:]) for index in indices
         ]
-        noise = torch.from_numpy(np.stack(drawn)).to(self._device)
+        noise = torch.from_numpy(np.stack(drawn)).to(device)
         answer, measured = self._find_answer(clean), {}
         for region, free in self._find_regions(answer).items():
             has_some = free.flatten(1).any(1)
             noisy = (clean + noise * free).clamp(0, 255)
             for method, changed in ((NOISE, noisy), (PGD, self._descend(clean, noisy, free, answer))):
                 figures = self._compare(changed, answer) | {"area": free.flatten(1).float().mean(1)}
-                of_images = {name: values[has_some].double().cpu().numpy() for name, values in figures.items()}
-                measured[region, method] = of_images
+                measured[region, method] = {k: values[has_some].double().cpu().numpy() for k, values in figures.items()}
         return measured
 
     def _explain(self, pixels: Tensor) -> Any:
         """Return the head's outputs for pixels 0 ... 255, float32 [n, 3, H0, W0]."""
-        return self._network.explain((pixels / 255 - self._mean) / self._std)
+        mean, std = (pixels.new_tensor(v).reshape(1, 3, 1, 1) for v in (self.metadata.mean, self.metadata.std))
+        return self.network.explain((pixels / 255 - mean) / std)
 
     def _find_answer(self, clean: Tensor) -> _Answer:
         with torch.no_grad():
             outputs = self._explain(clean)
         classes = outputs.logits.argmax(1)
         predicted = classes.cpu().numpy()
-        metadata, class_map = self._metadata, self._metadata.class_map
+        metadata, class_map = self.metadata, self.metadata.class_map
         kept = class_map.kept[predicted]
         values = class_map.take(find_values(outputs.scores.cpu().numpy(), metadata), predicted)
         if metadata.is_opal:
@@ -140,14 +143,13 @@ class Attacker:
             parts = cast(Any, find_contributions(values, predicted, metadata))
             slots, listed = find_strongest(parts, kept & (parts > 0))
         table = np.take_along_axis(class_map.channel_table[predicted], slots, axis=1)
-        channels = torch.from_numpy(table).to(self._device)
-        cells = outputs.argmax.long().gather(1, channels)
-        return _Answer(outputs, classes, channels, torch.from_numpy(listed).to(self._device), cells)
+        channels, shown = (torch.from_numpy(array).to(clean.device) for array in (table, listed))
+        return _Answer(outputs, classes, channels, shown, outputs.argmax.long().gather(1, channels))
 
     def _find_regions(self, answer: _Answer) -> dict[str, Tensor]:
         """Return the pixels that may change, bool [n, 1, H0, W0], by region."""
-        input_size, grid, field = self._metadata.input_size, self._network.grid, self._field
-        regions = {BOXES: outside_boxes(answer.cells, answer.listed, input_size, self._metadata.cells, self._margin)}
+        input_size, grid, field = self.metadata.input_size, self.network.grid, self.field
+        regions = {BOXES: outside_boxes(answer.cells, answer.listed, input_size, self.metadata.cells, self.margin)}
         if field is not None and field.effective is not None:
             corner = (field.effective_offset or 0.0) - field.effective / 2
             low = field.stride * torch.stack([answer.cells // grid[1], answer.cells % grid[1]]) + corner
@@ -212,7 +214,7 @@ def measure_attack(
     field: ReceptiveField | None, options: EvaluateOptions,
 ) -> Attack:  # fmt: skip
     """Attack the images of the samples with the indices `chosen`; see this module and `Attacker`."""
-    attacker = Attacker(network, metadata, options.attack_margin, field)
+    attacker = Attacker(network.eval(), metadata, options.attack_margin, field)
     measured = defaultdict[tuple[str, str], list[dict[str, Any]]](list)
     for images in photographs(
         lambda pixels: None, samples, metadata.input_size, chosen=chosen, boxes=options.boxes, batch=_BATCH,
@@ -228,14 +230,3 @@ def measure_attack(
             means = {name: mean_with_interval(column) for name, column in values.items()}
             outside.append(Outside(region, method, count, area, **means))
     return Attack(len(chosen), LEVELS, options.attack_margin, STEPS, outside)
-
-
-def format_attack(attack: Attack) -> Iterator[str]:
-    """Yield a heading and a table: per region and kind of change, means with their 95 % intervals."""
-    yield (
-        f"attack outside the evidence: changes of at most {attack.levels} of 255 grey levels, {attack.margin} pixels "
-        f"or more from a box; {attack.images} images, PGD of {attack.steps} steps"
-    )
-    titles = {"region": "changed", "method": "how", "area": "of the image", "score_drop": "score drops"}
-    titles |= {"cells_moved": "cells move", "kept": "same answer"}
-    yield from format_rows(attack.outside, titles)

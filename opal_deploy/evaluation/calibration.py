@@ -50,14 +50,10 @@ def fit_temperature(logits: FloatArray, labels: NDArray[np.int64]) -> float | No
 
 
 def calibrate(logits: FloatArray, labels: NDArray[np.int64]) -> Calibration:
-    """Fit a temperature on validation images, and measure it by cross-validation.
+    """Fit a temperature to finite logits [N, C] and labels [N] of validation images, and measure it cross-validated.
 
     Each of five folds, stratified by correctness, is measured with the temperature fitted on the other four; the
-    returned temperature is fitted on all images.
-
-    Args:
-        logits: [N, C], finite, of images that the model was not trained on.
-        labels: [N], class indices.
+    returned temperature is fitted on all images, none of which the model was trained on.
     """
     images, correct = len(labels), logits.argmax(axis=1) == labels
     if images < MIN_IMAGES:
@@ -101,13 +97,7 @@ class CalibrationError(Figures):
 
 
 def measure_calibration(logits: FloatArray, labels: NDArray[np.int64], temperature: float) -> CalibrationError:
-    """Measure the calibration of softmax(logits / temperature) on labelled images.
-
-    Args:
-        logits: [N, C], N at least 1, finite.
-        labels: [N], class indices.
-        temperature: over 0.
-    """
+    """Measure the calibration of softmax(logits / temperature) for finite logits [N, C], N over 0, and labels [N]."""
     predicted, nll = _compute_probabilities(logits, labels, temperature)
     ece = expected_calibration_error(predicted, logits.argmax(axis=1) == labels)
     return CalibrationError(temperature, nll, ece, perfect_calibration_error(predicted), float(predicted.mean()))
@@ -133,12 +123,9 @@ class CalibrationFigures(Figures):
 def evaluate_calibration(
     logits: FloatArray, labels: NDArray[np.int64], metadata: Metadata, *, fit: bool = False
 ) -> CalibrationFigures:
-    """Measure how well calibrated a model is on labelled images.
+    """Measure how well calibrated a model is from its finite logits [N, C] for N images, at least one, and labels [N].
 
-    Args:
-        logits: [N, C], N at least 1, finite.
-        labels: [N], class indices.
-        fit: fit a temperature if the model has none; the model must not have been trained on these images.
+    With `fit` a model without a temperature gets one; it must not have been trained on these images.
     """
     temperature = metadata.temperature
     calibrated = None if temperature is None else measure_calibration(logits, labels, temperature)

@@ -32,7 +32,6 @@ from opal_deploy.runtime.session import Session
 # images measured together: each takes dozens of passes, which fill batches of their own
 _IMAGES_TOGETHER = 4
 FILL = "blur"
-NO_GRADIENTS = "an exported model has no gradients; give the checkpoint"
 
 
 class Curve(NamedTuple):
@@ -85,6 +84,27 @@ class Faithfulness(Figures):
     # ranking -> why it is missing, or measured on fewer images, in one line
     unavailable: dict[str, str] = field(default_factory=dict)
 
+    def describe(self) -> Iterator[str]:
+        """Yield a heading, a table with a row per ranking, and what its columns mean."""
+        yield (
+            f"faithfulness on {self.images} of {self.images_available} images: cosine of the predicted class while "
+            f"its {self.different_cells:.1f} different cells (mean; m = {self.prototypes_per_class}) are removed"
+        )
+        yield f"random: {self.random_control}, never the evidence"
+        yield from (f"{ranking}: {reason}" for ranking, reason in self.unavailable.items())
+        rows = [["", "deletion", "drop", "kept", "evidence better by: deletion", "drop"]]
+        for row in self.rankings:
+            means = (f"{mean.mean:.3f}" for mean in (row.deletion_area, row.drop))
+            leads = () if row.advantage is None else (row.advantage.deletion_area, row.advantage.drop)
+            gains = [f"{lead.mean:+.3f} [{lead.low:+.3f}, {lead.high:+.3f}]" for lead in leads] or ["", ""]
+            rows.append([row.ranking, *means, f"{row.class_kept:.0%}", *gains])
+        yield from format_columns(rows)
+        yield "deletion: area under the cosine's curve; drop, kept: cosine and class with all cells removed"
+        yield (
+            "better by: paired per image, same number of cells; positive where the evidence wins; 95 % bootstrap "
+            "interval"
+        )
+
 
 def measure_faithfulness(
     session: Session, samples: Sequence[Sample], chosen: Sequence[int], annotations: Annotations,
@@ -108,7 +128,7 @@ def measure_faithfulness(
         progress=as_progress(options.progress), note="removing cells",
     ):  # fmt: skip
         curves += _measure_curves(session, images, options, heat_map)
-    unavailable = {} if heat_map is not None else {GRAD_CAM: NO_GRADIENTS}
+    unavailable = {} if heat_map is not None else {GRAD_CAM: "an exported model has no gradients; give the checkpoint"}
     if without := sum(RANDOM not in by_ranking for by_ranking in curves):
         unavailable[RANDOM] = f"{without} of {len(curves)} images left out: all their foreground cells are evidence"
     different = float(np.mean([len(by_ranking[CONTRIBUTION].deletion) - 1 for by_ranking in curves]))
@@ -158,16 +178,15 @@ def _measure_curves(
     changed = (cells.replace_cells(images.pixels[row], blurred[row], removed, grid) for row, removed in runs)
     perturbed = _run(session, changed, options.batch)
     assert perturbed.scores is not None  # evidence is exact
-    classes = predicted[[row for row, _ in runs]]
-    cosines = dict(zip(runs, find_totals(perturbed.scores, metadata)[np.arange(len(classes)), classes], strict=True))
-    kept = dict(zip(runs, (perturbed.logits.argmax(axis=1) == classes).tolist(), strict=True))
-    return [
-        {
-            name: Curve(np.array([cosines[step] for step in taken]), kept[taken[-1]])
-            for name, taken in by_ranking.items()
-        }
-        for by_ranking in steps
-    ]
+    classes, places = predicted[[row for row, _ in runs]], {step: place for place, step in enumerate(runs)}
+    cosines = find_totals(perturbed.scores, metadata)[np.arange(len(classes)), classes]
+    kept = (perturbed.logits.argmax(axis=1) == classes).tolist()
+
+    def draw(taken: list[tuple[int, frozenset[int]]]) -> Curve:
+        chosen = [places[step] for step in taken]
+        return Curve(cosines[chosen], kept[chosen[-1]])
+
+    return [{name: draw(taken) for name, taken in by_ranking.items()} for by_ranking in steps]
 
 
 def _summarize(ranking: str, pairs: Sequence[tuple[Curve, Curve]], steps: int) -> RankingFigures:
@@ -184,22 +203,3 @@ def _summarize(ranking: str, pairs: Sequence[tuple[Curve, Curve]], steps: int) -
     deletion = np.mean(padded, axis=0).tolist()
     area, drop = map(mean_with_interval, figures.T)
     return RankingFigures(FILL, ranking, len(pairs), deletion, area, drop, kept, advantage)
-
-
-def format_faithfulness(measured: Faithfulness) -> Iterator[str]:
-    """Yield the figures as lines for a terminal."""
-    yield (
-        f"faithfulness on {measured.images} of {measured.images_available} images: cosine of the predicted class while "
-        f"its {measured.different_cells:.1f} different cells (mean; m = {measured.prototypes_per_class}) are removed"
-    )
-    yield f"random: {measured.random_control}, never the evidence"
-    yield from (f"{ranking}: {reason}" for ranking, reason in measured.unavailable.items())
-    rows = [["", "deletion", "drop", "kept", "evidence better by: deletion", "drop"]]
-    for row in measured.rankings:
-        means = (f"{mean.mean:.3f}" for mean in (row.deletion_area, row.drop))
-        leads = () if row.advantage is None else (row.advantage.deletion_area, row.advantage.drop)
-        gains = [f"{lead.mean:+.3f} [{lead.low:+.3f}, {lead.high:+.3f}]" for lead in leads] or ["", ""]
-        rows.append([row.ranking, *means, f"{row.class_kept:.0%}", *gains])
-    yield from format_columns(rows)
-    yield "deletion: area under the cosine's curve; drop, kept: cosine and class with all cells removed"
-    yield "better by: paired per image, same number of cells; positive where the evidence wins; 95 % bootstrap interval"

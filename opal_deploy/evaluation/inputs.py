@@ -24,7 +24,7 @@ from opal_deploy.datasets.checks import find_problems
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import DataSet, Sample, display_path, pluralize, shorten_list
 from opal_deploy.errors import UsageError, require
-from opal_deploy.evaluation.api import EVIDENCE_MEASURES, EvaluateOptions
+from opal_deploy.evaluation.api import EvaluateOptions
 from opal_deploy.logs import Progress, WarningLine, as_progress
 from opal_deploy.options import flag_of
 from opal_deploy.preprocess.geometry import Box, Geometry
@@ -102,6 +102,7 @@ class Annotations:
     images: list[ImageAnnotation]  # N annotations, some of which may be empty
     foreground: str  # describes the cells of `ImageAnnotation.foreground`: "cells of the annotated boxes"
     part_rule: str = ""
+    located: cub.PartLocations | None = None  # CUB's part locations; None for other data sets, or without parts
 
     @property
     def known(self) -> bool:
@@ -167,7 +168,7 @@ def _add_cub_parts(known: Annotations, located: cub.PartLocations) -> Annotation
                 places.setdefault(name, []).append(tuple(point))
         images.append(replace(image, parts=tuple(Part(tuple(points)) for points in places.values())))
     rule = f"a part is hit within {MARGIN:g} pixels of its point where the input has {MARGIN_SCALE}x{MARGIN_SCALE}"
-    return Annotations(images, known.foreground, rule)
+    return Annotations(images, known.foreground, rule, located)
 
 
 def _replace_objects(known: Annotations, path: Path, samples: Sequence[Sample]) -> Annotations:
@@ -185,7 +186,7 @@ def _replace_objects(known: Annotations, path: Path, samples: Sequence[Sample]) 
             f"{path}: no boxes for any of the {len(samples)} images, such as {samples[0].path.name}; expected a "
             "file_name that ends the image's path"
         )
-    return Annotations(images, f"cells of the boxes in {path.name} (their centre in one)", known.part_rule)
+    return replace(known, images=images, foreground=f"cells of the boxes in {path.name} (their centre in one)")
 
 
 def _in_boxes(points: Points, boxes: Sequence[tuple[float, ...]]) -> NDArray[np.bool_]:
@@ -200,7 +201,6 @@ class EvaluationInputs:
 
     data: DataSet
     samples: list[Sample]
-    part_locations: cub.PartLocations | None  # CUB's part locations; None for other data sets or with --no-parts
     annotations: Annotations  # one per sample, for the pointing game; may be empty
 
 
@@ -244,8 +244,7 @@ def read_inputs(
         raise UsageError(f"{data_set.root}: --interventions draws creatures; it needs a generated data set (`demo`)")
     objects = None if options.annotations is None else Path(options.annotations)
     annotations = annotate(data_set, samples, boxes=options.boxes, parts=options.parts, objects=objects)
-    locations = cub.read_parts(data_set.root, samples) if options.parts and cub.has_parts(data_set) else None
-    return EvaluationInputs(data_set, samples, locations, annotations)
+    return EvaluationInputs(data_set, samples, annotations)
 
 
 def _leave_out_damaged(data: DataSet, progress: Progress) -> DataSet:
@@ -269,7 +268,7 @@ def check_model(path: Path, metadata: Metadata, options: EvaluateOptions) -> Non
     """Raise UsageError for a model without the outputs and the evidence, or with a file, that the options need."""
     check_all_outputs(metadata, str(path), "`evaluate`")
     is_checkpoint = model_kind(path) == "checkpoint"
-    for name in (*EVIDENCE_MEASURES, "record"):
+    for name in ("faithfulness", "attack_outside", "randomise", "interventions", "record"):
         # a classifier's calibration and margins are recorded, its cells are not measured
         known = metadata.evidence == "exact" or (name == "record" and metadata.evidence == "regions")
         if getattr(options, name) and not known:

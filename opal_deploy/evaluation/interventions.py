@@ -70,6 +70,16 @@ class Randomisation(Figures):
     images: int
     stages: list[Stage]
 
+    def describe(self) -> Iterator[str]:
+        """Yield a heading and a table with a row per stage."""
+        titles = {"object": "in the object", "part": "on a part"}
+        shares = {title: getattr(self.stages[0], name) for name, title in titles.items()}
+        chance = ", ".join(f"{title} {share.random:.0%}" for title, share in shares.items() if share)
+        random = f"; random cells {chance}" if chance else ""
+        yield f"weights shuffled from the top, {self.images} images, cells of the label's slots{random}"
+        columns = {"shuffled": "shuffled, with those above", "accuracy": "accuracy", "same_cell": "same cells"}
+        yield from format_rows(self.stages, columns | titles)
+
 
 def measure_randomisation(
     loaded: Checkpoint, samples: Sequence[Sample], annotations: Annotations, options: EvaluateOptions
@@ -117,17 +127,6 @@ def list_stages(body: nn.Module) -> list[tuple[str, list[nn.Module]]]:
     return list(stages.items())[::-1]
 
 
-def format_randomisation(randomisation: Randomisation) -> Iterator[str]:
-    """Yield a heading and a table with a row per stage."""
-    titles = {"object": "in the object", "part": "on a part"}
-    shares = {title: getattr(randomisation.stages[0], name) for name, title in titles.items()}
-    chance = ", ".join(f"{title} {share.random:.0%}" for title, share in shares.items() if share)
-    random = f"; random cells {chance}" if chance else ""
-    yield f"weights shuffled from the top, {randomisation.images} images, cells of the label's slots{random}"
-    columns = {"shuffled": "shuffled, with those above", "accuracy": "accuracy", "same_cell": "same cells"}
-    yield from format_rows(randomisation.stages, columns | titles)
-
-
 @dataclass(frozen=True)
 class Explained(Figures):
     """How well one way to explain tells which parts matter: means over creatures."""
@@ -144,6 +143,16 @@ class Interventions(Figures):
     accuracy: float  # share of correct answers on the whole creatures, 0 ... 1
     same_answer: Mean  # share of answers that stay in front of another background
     explained: list[Explained]
+
+    def describe(self) -> Iterator[str]:
+        """Yield a heading and a line per way to explain."""
+        yield (
+            f"parts taken away, {self.images} creatures, accuracy {self.accuracy:.1%}; another background keeps "
+            f"{format_cell(self.same_answer, digits=0)} of the answers"
+        )
+        for row in self.explained:
+            mean = row.single_deletion
+            yield f"  correlation of {row.method} with the effect: {mean.mean:.2f} ({mean.low:.2f} to {mean.high:.2f})"
 
 
 def measure_interventions(
@@ -197,14 +206,3 @@ def measure_interventions(
 def rank_correlation(first: NDArray[Any], second: NDArray[Any]) -> float:
     """Return Spearman's correlation, equal values sharing their mean rank; 0 where either is constant."""
     return 0.0 if min(np.ptp(first), np.ptp(second)) == 0 else float(spearmanr(first, second).statistic)
-
-
-def format_interventions(measured: Interventions) -> Iterator[str]:
-    """Yield a heading and a line per way to explain."""
-    yield (
-        f"parts taken away, {measured.images} creatures, accuracy {measured.accuracy:.1%}; another background keeps "
-        f"{format_cell(measured.same_answer, digits=0)} of the answers"
-    )
-    for row in measured.explained:
-        mean = row.single_deletion
-        yield f"  correlation of {row.method} with the effect: {mean.mean:.2f} ({mean.low:.2f} to {mean.high:.2f})"

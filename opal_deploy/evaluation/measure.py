@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -13,21 +13,21 @@ import numpy as np
 from opal_deploy.api.model import Model
 from opal_deploy.artifact.baseline import Baseline
 from opal_deploy.artifact.files import model_kind
-from opal_deploy.artifact.measurements import ReceptiveField
+from opal_deploy.artifact.measurements import ReceptiveField, describe_risk
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.datasets.samples import DataSet, describe_never_predicted, pluralize
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation import interventions, record
 from opal_deploy.evaluation.api import EvaluateOptions
-from opal_deploy.evaluation.attack import Attack, format_attack, measure_attack
+from opal_deploy.evaluation.attack import Attack, measure_attack
 from opal_deploy.evaluation.calibration import CalibrationFigures, evaluate_calibration, format_calibration
 from opal_deploy.evaluation.cells import GradCam, measure_receptive_field
-from opal_deploy.evaluation.faithfulness import Faithfulness, format_faithfulness, measure_faithfulness
+from opal_deploy.evaluation.faithfulness import Faithfulness, measure_faithfulness
 from opal_deploy.evaluation.inputs import EvaluationInputs, check_model, has_validation_images, read_inputs
 from opal_deploy.evaluation.interventions import Interventions, Randomisation
 from opal_deploy.evaluation.metrics import Evaluation
 from opal_deploy.evaluation.parts import CONSISTENCY, PURITY, STABILITY, PartFigures
-from opal_deploy.evaluation.pointing import PointingGame, format_game, play_pointing_game
+from opal_deploy.evaluation.pointing import PointingGame, play_pointing_game
 from opal_deploy.evaluation.session import (
     EvaluationResult,
     UnusableImage,
@@ -125,10 +125,8 @@ def measure_model(model: StrPath | Model, data: Path, options: EvaluateOptions) 
     path = model.path if isinstance(model, Model) else Path(model)
     if path is None or not path.is_file():
         raise UsageError(f"{path or model}: no such model; expected a file of `opal-deploy export`, or a checkpoint")
-    if isinstance(model, Model):
-        session = model.sessions[0]
-    else:
-        session = open_sessions(path, device=options.device, threads=options.threads)[0]
+    own = model.sessions if isinstance(model, Model) else ()
+    (session, *_) = own or open_sessions(path, device=options.device, threads=options.threads)
     check_model(path, session.metadata, options)
     inputs = read_inputs(data, path, session.metadata, options)
     try:
@@ -159,7 +157,7 @@ def _measure(path: Path, session: Session, inputs: EvaluationInputs, options: Ev
         return checkpoint.load(path).network.to(torch_device(options.device))
 
     evaluation = evaluate_session(
-        session, samples, boxes=options.boxes, batch=options.batch, parts=inputs.part_locations,
+        session, samples, boxes=options.boxes, batch=options.batch, parts=annotations.located,
         progress=as_progress(options.progress), model=str(path),
     )  # fmt: skip
     measured = ModelEvaluation(
@@ -181,7 +179,7 @@ def _measure(path: Path, session: Session, inputs: EvaluationInputs, options: Ev
     _log(options, [missing] if field is None else field.describe(metadata.input_size))
     measured = replace(measured, calibration=calibration, receptive_field=field)
     if (risk := evaluation.metrics.risk) is not None:
-        options.log(_format_curve(risk))
+        options.log(f"risk-coverage over the margin: {describe_risk({**risk, 'split': options.split})}")
     if metadata.head_kind == "additive":
         _log(options, compare_presets(session, samples, evaluation))
     if metadata.evidence != "exact":
@@ -189,33 +187,32 @@ def _measure(path: Path, session: Session, inputs: EvaluationInputs, options: Ev
     if options.record and set_aside:
         measured = _measure_baseline(measured, inputs, options)
 
-    def add(name: str, figures: Any, lines: Iterable[str]) -> ModelEvaluation:
-        _log(options, lines)
-        return replace(measured, **{name: figures})
+    def add(**measurement: Any) -> ModelEvaluation:
+        for figures in measurement.values():
+            _log(options, figures.describe())
+        return replace(measured, **measurement)
 
     if annotations.known:
-        game = play_pointing_game(evaluation, annotations, metadata)
-        measured = add("pointing_game", game, format_game(game))
+        if (game := play_pointing_game(evaluation, annotations, metadata)) is None:
+            options.log("pointing game: skipped, no correctly classified image has an annotation")
+        else:
+            measured = add(pointing_game=game)
     chosen = choose_samples(samples, options.limit)
     # exported models have no gradients
     needs_heat_map = is_checkpoint and (options.faithfulness or options.interventions)
     heat_map = GradCam(load_network()) if needs_heat_map else None
     if options.faithfulness:
-        removed = measure_faithfulness(session, samples, chosen, annotations, options, heat_map)
-        measured = add("faithfulness", removed, format_faithfulness(removed))
+        measured = add(faithfulness=measure_faithfulness(session, samples, chosen, annotations, options, heat_map))
     if options.attack_outside:
-        attacked = measure_attack(load_network(), metadata, samples, chosen, field, options)
-        measured = add("attack", attacked, format_attack(attacked))
+        measured = add(attack=measure_attack(load_network(), metadata, samples, chosen, field, options))
     if options.randomise:
         known = replace(annotations, images=[annotations.images[index] for index in chosen])
-        shuffled = interventions.measure_randomisation(
-            checkpoint.load(path), [samples[index] for index in chosen], known, options
-        )
-        measured = add("randomisation", shuffled, interventions.format_randomisation(shuffled))
+        some = [samples[index] for index in chosen]
+        measured = add(randomisation=interventions.measure_randomisation(checkpoint.load(path), some, known, options))
     if options.interventions:
         first = read_annotations(inputs.data.root)[0]
         taken = interventions.measure_interventions(session, (first.height, first.width), options, heat_map)
-        measured = add("interventions", taken, interventions.format_interventions(taken))
+        measured = add(interventions=taken)
     return measured
 
 
@@ -228,7 +225,7 @@ def _measure_baseline(measured: ModelEvaluation, inputs: EvaluationInputs, optio
         return replace(measured, baseline=baseline)
     loaded, boxes, progress = checkpoint.load(path), options.boxes, as_progress(options.progress)
     network = loaded.network.to(torch_device(options.device))
-    network.neighbours = record.fit_neighbours(network, train, [], boxes=boxes, progress=progress)
+    network.neighbours = record.fit_neighbours(network, train, boxes=boxes, progress=progress)
     if network.neighbours is None:
         options.log("no features kept for --unknown: too few training images, or no spread within classes")
     session = TorchSession(loaded, device=options.device, threads=options.threads)
@@ -272,15 +269,6 @@ def _format_metrics(result: ModelEvaluation) -> Iterator[str]:
             yield f"{title}: not measured, {parts.unavailable[key]}"
         elif parts is not None:
             yield f"{title} {_percent(getattr(parts, key), getattr(parts, f'{key}_std', None))} %"
-
-
-def _format_curve(summary: Mapping[str, Any]) -> str:
-    """Return the summary of a risk-coverage curve as a line."""
-    shares = ", ".join(f"{v:.1%} at {100 * float(rate):g} %" for rate, v in summary["coverage_at_error"].items())
-    return (
-        f"risk-coverage over the margin: error {summary['error']:.2%} without abstaining ({summary['images']:,} "
-        f"images), AURC {summary['aurc']:.4f}; coverage by error rate on these images: {shares}"
-    )
 
 
 def _percent(share: float, spread: float | None = None) -> str:

@@ -134,27 +134,25 @@ def summarize_risk(margins: ArrayLike, correct: ArrayLike) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """The metrics of N images."""
 
-    images: int
-    loss: float  # cross-entropy over the logits, in nats
     accuracy: float  # top-1, 0 ... 1
+    top5: float | None = None  # top-5 accuracy, 0 ... 1; None with no more than 5 classes
+    macro_f1: float | None = None  # mean F1, 0 ... 1, of the classes that are a label or a prediction at least once
+    loss: float  # cross-entropy over the logits, in nats
+    images: int
+    # summary of the risk-coverage curve over the margin, see `summarize_risk`; None without anchors
+    risk: dict[str, Any] | None = None
     # mean over images, 0 ... 1 (paper, Supp. D.1); None for a network without slots
     spatial_prototype_collapse: float | None = None
     spatial_prototype_collapse_std: float | None = None  # standard deviation over images, as the paper's table gives it
-    top5: float | None = None  # top-5 accuracy, 0 ... 1; None with no more than 5 classes
-    macro_f1: float | None = None  # mean F1, 0 ... 1, of the classes that are a label or a prediction at least once
-    # summary of the risk-coverage curve over the margin, see `summarize_risk`; None without anchors
-    risk: dict[str, Any] | None = None
 
     def to_dict(self, prefix: str) -> dict[str, Any]:
         """Return the metrics for JSON as `<prefix>_accuracy` and so on, without None values."""
-        order = ("accuracy", "top5", "macro_f1", "loss", "images", "risk")
-        collapse = ("spatial_prototype_collapse", "spatial_prototype_collapse_std")
-        names = {**{name: f"{prefix}_{name}" for name in order}, **{name: name for name in collapse}}
-        return {key: value for name, key in names.items() if (value := getattr(self, name)) is not None}
+        known = {name: value for name, value in vars(self).items() if value is not None}
+        return {name if name.startswith("spatial") else f"{prefix}_{name}": value for name, value in known.items()}
 
 
 def compute_metrics(
@@ -198,12 +196,7 @@ class ClassCounts:
 def count_by_class(
     logits: NDArray[np.float32], labels: NDArray[np.int64], class_names: Sequence[str]
 ) -> list[ClassCounts]:
-    """Return the counts of each class, in the order of the class names.
-
-    Args:
-        logits: [N, C].
-        labels: [N], class indices.
-    """
+    """Return the counts of each class, in the order of the C class names, from logits [N, C] and labels [N]."""
     predicted, size = logits.argmax(axis=1), len(class_names)
     counts = (np.bincount(ids, minlength=size) for ids in (labels, labels[predicted == labels], predicted))
     return [ClassCounts(name, *map(int, row)) for name, *row in zip(class_names, *counts, strict=True)]

@@ -77,18 +77,19 @@ class PartProtocol:
         self, session: Session, parts: PartLocations, labels: NDArray[np.int64], *, cropped: bool = True
     ) -> None:
         self._metadata, self._parts, self._labels = session.metadata, parts, labels
-        self.unavailable = explain_undefined(session.metadata, cropped=cropped)
-        self._session = session if isinstance(session, AttentionSession) and not self.unavailable else None
-        # a function of pixels
-        self.run = session.run if self._session is None else self._session.run_with_attention
-        if self._session is None and not self.unavailable:
+        # of each batch, without and with noise: [n, m, P]
+        self._hits: list[tuple[NDArray[np.bool_], NDArray[np.bool_]]] = []
+        reason = explain_undefined(session.metadata, cropped=cropped)
+        self.unavailable = dict.fromkeys((CONSISTENCY, STABILITY, PURITY), reason) if reason else {}
+        self._session = session if isinstance(session, AttentionSession) and not reason else None
+        if self._session is None and not reason:
             reason = "exported models give no attention maps; evaluate the checkpoint"
             self.unavailable = dict.fromkeys((CONSISTENCY, STABILITY), reason)
+        # a function of pixels
+        self.run = session.run if self._session is None else self._session.run_with_attention
 
-    def find_hits(
-        self, indices: Sequence[int], pixels: ImageBatch, outputs: Outputs
-    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]] | None:
-        """Return the hits on a batch without and with noise, [n, m, P]; None for a session without attention maps.
+    def add(self, indices: Sequence[int], pixels: ImageBatch, outputs: Outputs) -> None:
+        """Find the hits on a batch, without and with noise, if the session gives attention maps.
 
         Args:
             indices: of the images among the N.
@@ -96,7 +97,7 @@ class PartProtocol:
             outputs: of `run`.
         """
         if self._session is None:
-            return None
+            return
         points, visible = self._parts.truncated_input_points(_SIDE)[indices], self._parts.visible[indices]
 
         def find(measured: Outputs) -> NDArray[np.bool_]:
@@ -105,18 +106,15 @@ class PartProtocol:
             return part_hits(peak_locations(maps), points, visible)
 
         images = normalise(pixels, self._metadata.mean, self._metadata.std)
-        return find(outputs), find(self._session.run_normalised(add_noise(images, indices)))
+        self._hits.append((find(outputs), find(self._session.run_normalised(add_noise(images, indices)))))
 
-    def summarize(
-        self, batches: Sequence[tuple[NDArray[np.bool_], NDArray[np.bool_]] | None], outputs: Outputs,
-        geometries: Sequence[Geometry],
-    ) -> PartFigures:  # fmt: skip
-        """Return the figures from the hits of all batches, and the outputs and geometries of all N images."""
+    def summarize(self, outputs: Outputs, geometries: Sequence[Geometry]) -> PartFigures:
+        """Return the figures from the hits, and the outputs and geometries of all N images."""
         class_map, labels, visible = self._metadata.class_map, self._labels, self._parts.visible
         consistency = stability = purity = purity_std = None
         prototypes = 0
-        if hits := [batch for batch in batches if batch is not None]:
-            clean, noisy = map(np.concatenate, zip(*hits, strict=True))
+        if self._hits:
+            clean, noisy = map(np.concatenate, zip(*self._hits, strict=True))
             consistency = prototype_consistency(clean, visible, labels, class_map)
             stability = prototype_stability(clean, noisy, labels, class_map)
             prototypes = int(class_map.supporting[np.unique(labels)].sum())
@@ -130,15 +128,14 @@ class PartProtocol:
         return PartFigures(consistency, stability, purity, purity_std, prototypes, len(labels), self.unavailable)
 
 
-def explain_undefined(metadata: Metadata, *, cropped: bool = True) -> dict[str, str]:
-    """Return, per figure, why it is not defined for a model; empty if all are."""
-    reason = "" if cropped else "the protocol crops to the boxes; leave --no-boxes out"
+def explain_undefined(metadata: Metadata, *, cropped: bool = True) -> str:
+    """Return why the figures are not defined for a model; empty if they are."""
     if metadata.evidence in ("none", "regions"):
-        reason = f"the model has no prototypes (evidence {metadata.evidence}); only models with anchors have"
-    elif metadata.input_size != (_SIDE, _SIDE):
+        return f"the model has no prototypes (evidence {metadata.evidence}); only models with anchors have"
+    if metadata.input_size != (_SIDE, _SIDE):
         size = "x".join(map(str, metadata.input_size))
-        reason = f"its input is {size}, but the protocol's regions are defined on 224x224; train it with --size 224"
-    return dict.fromkeys((CONSISTENCY, STABILITY, PURITY), reason) if reason else {}
+        return f"its input is {size}, but the protocol's regions are defined on 224x224; train it with --size 224"
+    return "" if cropped else "the protocol crops to the boxes; leave --no-boxes out"
 
 
 def patch_boxes(cells: NDArray[np.integer], grid: tuple[int, int]) -> NDArray[np.int64]:

@@ -21,7 +21,7 @@ from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.inputs import check_classes
-from opal_deploy.evaluation.session import run_on_some
+from opal_deploy.evaluation.session import choose_samples, evaluate_session
 from opal_deploy.logs import Progress, as_progress, no_progress
 from opal_deploy.options import StrPath, keywords
 from opal_deploy.predict import setup
@@ -44,16 +44,11 @@ _BYTES, _QUALITIES = 2_000, (85, 75, 65, 55, 45, 35, 25)
 
 def collect_patches(
     session: Session, samples: Sequence[Sample], split: str, *, boxes: bool = True, progress: Progress = no_progress
-) -> Patches | None:
-    """Return the best patches of each slot from up to 4,000 images; see `cut_patches`.
-
-    None unless single cells are the model's evidence.
-    """
-    metadata = session.metadata
-    if metadata.evidence != "exact":
-        return None
-    chosen, outputs = run_on_some(session, samples, MAX_IMAGES, boxes=boxes, progress=progress, note="choosing patches")
-    return cut_patches(outputs, [samples[index] for index in chosen], metadata, split, boxes=boxes)
+) -> Patches:
+    """Return the best patches of each slot from up to 4,000 images; see `cut_patches`."""
+    chosen = [samples[index] for index in choose_samples(samples, MAX_IMAGES)]
+    outputs = evaluate_session(session, chosen, boxes=boxes, progress=progress, note="choosing patches").outputs
+    return cut_patches(outputs, chosen, session.metadata, split, boxes=boxes)
 
 
 def cut_patches(
@@ -76,12 +71,13 @@ def cut_patches(
     values = evidence.scores if evidence.contributions is None else evidence.contributions  # [N, m]
     right = outputs.logits.argmax(1) == labels
     wanted: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    patches: dict[tuple[int, int], list[Patch]] = {}
     for class_id in range(metadata.num_classes):
         rows = np.flatnonzero(right & (labels == class_id))
         for place, slot in enumerate(metadata.class_map.slots(class_id)):
+            patches[class_id, slot] = []
             for row in rows[np.argsort(-values[rows, place], kind="stable")[:PER_SLOT]].tolist():
                 wanted[row].append((class_id, slot, place))
-    patches: defaultdict[tuple[int, int], list[Patch]] = defaultdict(list)
     for row, cuts in sorted(wanted.items()):
         sample = samples[row]
         image = decode(sample.path).convert("RGB")
@@ -90,12 +86,8 @@ def cut_patches(
         for class_id, slot, place in cuts:
             cut = _cut(image, tuple(own[place].tolist()), metadata.reach, float(values[row, place]), sample.path.name)
             patches[class_id, slot].append(cut)
-    slots = tuple(
-        SlotPatches(class_id, slot, tuple(sorted(patches[class_id, slot], key=lambda patch: -patch.value)))
-        for class_id in range(metadata.num_classes)
-        for slot in metadata.class_map.slots(class_id)
-    )
-    return Patches(split, len(samples), slots)
+    ordered = {key: sorted(cut, key=lambda patch: -patch.value) for key, cut in patches.items()}
+    return Patches(split, len(samples), tuple(SlotPatches(*key, tuple(cut)) for key, cut in ordered.items()))
 
 
 def _cut(image: Image.Image, box: Box, reach: float, value: float, name: str) -> Patch:
@@ -139,8 +131,6 @@ def create_atlas(model: StrPath | None, options: AtlasOptions) -> CreatedAtlas:
         raise UsageError(f"{path}: has no slots (evidence {metadata.evidence}); expected a head with anchors")
     if options.data is None:
         patches = metadata.known_patches
-        if patches is None:
-            raise UsageError(f"{path}: keeps no patches of training images; give the data set: opal-deploy atlas DATA")
     else:
         session = open_sessions(path, device=options.device, threads=options.threads)[0]
         dataset = read_dataset(Path(options.data), options.dataset, needs_validation=lambda _: options.split == "val")
@@ -151,7 +141,8 @@ def create_atlas(model: StrPath | None, options: AtlasOptions) -> CreatedAtlas:
         patches = collect_patches(
             session, samples, options.split, boxes=options.boxes, progress=as_progress(options.progress)
         )
-    assert patches is not None  # with exact evidence
+    if patches is None:
+        raise UsageError(f"{path}: keeps no patches of training images; give the data set: opal-deploy atlas DATA")
     text = render_page(
         _PACKAGE, "atlas", title=path.name, patches=patches, class_names=metadata.class_names,
         empty=sum(not row.patches for row in patches.slots),

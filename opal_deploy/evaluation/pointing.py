@@ -11,12 +11,11 @@ point once per image, at a map's maximum; here every slot of the predicted class
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from opal_deploy.artifact.cells import CellGrid
 from opal_deploy.artifact.metadata import Metadata
@@ -26,23 +25,6 @@ from opal_deploy.preprocess.geometry import Geometry
 
 if TYPE_CHECKING:
     from opal_deploy.evaluation.session import EvaluationResult
-
-
-@dataclass(frozen=True)
-class ImageHits:
-    """The hits of one image's m cells of evidence on its object and its Q parts, and the shares of cells by chance."""
-
-    annotation: ImageAnnotation
-    in_object: NDArray[np.bool_] | None  # [m]; None if no object is known
-    on_parts: NDArray[np.bool_]  # [m, Q]
-    random_object: float | None  # share of all cells that lie in the object
-    chance: NDArray[np.bool_]  # [foreground cells, Q], which cell of the foreground lies on which part
-
-    def share(self, *, distinguishing: bool) -> tuple[float, float]:
-        """Return the shares of the evidence and of foreground cells on any part, or on any distinguishing part."""
-        chosen = np.array([bool(part.distinguishing) or not distinguishing for part in self.annotation.parts], np.bool_)
-        hits, chance = (float(cells[:, chosen].any(axis=1).mean()) for cells in (self.on_parts, self.chance))
-        return hits, chance
 
 
 @dataclass(frozen=True)
@@ -68,26 +50,39 @@ class PointingGame(Figures):
     distinguishing_part: Share | None
     rules: str
 
+    def describe(self) -> Iterator[str]:
+        """Yield the shares, and the rules by which they were counted."""
+        titles = {"object": "in the object", "part": "on a part", "distinguishing_part": "on a distinguishing part"}
+        shares = ", ".join(f"{title} {share}" for name, title in titles.items() if (share := getattr(self, name)))
+        yield f"pointing game, {self.images:,} correct predictions, {self.cells_per_image:.4g} cells each: {shares}"
+        left_out = self.images_without_annotation
+        note = f"; {left_out:,} correct predictions without annotation left out" if left_out else ""
+        yield f"  [95 % interval over images]; {self.rules}{note}"
 
-def count_hits(annotation: ImageAnnotation, points: Points, geometry: Geometry, grid: CellGrid) -> ImageHits:
-    """Compare the evidence of one image with its annotation.
+
+def count_hits(
+    annotation: ImageAnnotation, points: Points, geometry: Geometry, grid: CellGrid
+) -> dict[str, tuple[float, float]]:
+    """Return the share of one image's evidence that hits, and of random cells, by the fields of `PointingGame`.
+
+    What is not annotated is left out.
 
     Args:
         points: [m, 2], centres (x, y) of the evidence's cells in pixels of the whole image.
         grid: all cells, for the random ones.
     """
-    cells = grid.centres(geometry.crop)
-    chance = annotation.on_parts(cells[annotation.foreground(geometry, grid)], geometry)
-    in_object, random = None, None
+    cells, hits = grid.centres(geometry.crop), dict[str, list[Any]]()
     if annotation.has_object:
-        in_object, random = annotation.in_object(points), float(annotation.in_object(cells).mean())
-    return ImageHits(annotation, in_object, annotation.on_parts(points, geometry), random, chance)
-
-
-def _share(pairs: Iterable[tuple[float, float]]) -> Share | None:
-    """Return the share over pairs of an image's share of hits and its expectation for random cells, if any."""
-    shares = list(zip(*pairs, strict=True))
-    return Share(**mean_with_interval(shares[0]).to_dict(), random=float(np.mean(shares[1]))) if shares else None
+        hits["object"] = [annotation.in_object(places) for places in (points, cells)]
+    if annotation.parts:
+        foreground = cells[annotation.foreground(geometry, grid)]
+        on_parts = [annotation.on_parts(places, geometry) for places in (points, foreground)]
+        hits["part"] = [on_part.any(axis=1) for on_part in on_parts]
+        known = [part.distinguishing for part in annotation.parts]
+        if any(flag is not None for flag in known):
+            chosen = np.array(known, np.bool_)
+            hits["distinguishing_part"] = [on_part[:, chosen].any(axis=1) for on_part in on_parts]
+    return {name: (float(own.mean()), float(random.mean())) for name, (own, random) in hits.items()}
 
 
 def play_pointing_game(
@@ -102,35 +97,22 @@ def play_pointing_game(
     if metadata.evidence != "exact" or argmax is None:
         return None
     counted = np.flatnonzero((result.outputs.logits.argmax(axis=1) == result.labels) | (not correct_only)).tolist()
-    hits = []
+    pairs: dict[str, list[tuple[float, float]]] = {"object": [], "part": [], "distinguishing_part": []}
+    sizes = []
     for number in counted:
         annotation, geometry, label = annotations.images[number], result.geometries[number], int(result.labels[number])
-        if annotation.has_object or annotation.parts:
-            points = metadata.cells.centres(geometry.crop)[argmax[number, class_map.channels(label)]]
-            hits.append(count_hits(annotation, points, geometry, metadata.cells))
-    if not hits:
+        points = metadata.cells.centres(geometry.crop)[argmax[number, class_map.channels(label)]]
+        hits = count_hits(annotation, points, geometry, metadata.cells)
+        sizes += [len(points)] if hits else []
+        for name, pair in hits.items():
+            pairs[name].append(pair)
+    if not sizes:
         return None
-    parted = [hit for hit in hits if hit.annotation.parts]
-    known = [hit for hit in parted if any(part.distinguishing is not None for part in hit.annotation.parts)]
-    return PointingGame(
-        len(hits),
-        len(counted) - len(hits),
-        float(np.mean([len(hit.on_parts) for hit in hits])),
-        _share((float(hit.in_object.mean()), hit.random_object or 0.0) for hit in hits if hit.in_object is not None),
-        _share(hit.share(distinguishing=False) for hit in parted),
-        _share(hit.share(distinguishing=True) for hit in known),
-        "; ".join(filter(None, (annotations.part_rule, f"random {annotations.foreground}"))),
-    )
-
-
-def format_game(game: PointingGame | None) -> Iterator[str]:
-    """Yield the shares, and the rules by which they were counted."""
-    if game is None:
-        yield "pointing game: skipped, no correctly classified image has an annotation"
-        return
-    titles = {"object": "in the object", "part": "on a part", "distinguishing_part": "on a distinguishing part"}
-    shares = ", ".join(f"{title} {share}" for name, title in titles.items() if (share := getattr(game, name)))
-    yield f"pointing game, {game.images:,} correct predictions, {game.cells_per_image:.4g} cells each: {shares}"
-    left_out = game.images_without_annotation
-    note = f"; {left_out:,} correct predictions without annotation left out" if left_out else ""
-    yield f"  [95 % interval over images]; {game.rules}{note}"
+    shares: dict[str, Share | None] = dict.fromkeys(pairs)
+    for name, known in pairs.items():
+        if known:
+            own, random = zip(*known, strict=True)
+            shares[name] = Share(**mean_with_interval(own).to_dict(), random=float(np.mean(random)))
+    rules = "; ".join(filter(None, (annotations.part_rule, f"random {annotations.foreground}")))
+    cells_per_image, left_out = float(np.mean(sizes)), len(counted) - len(sizes)
+    return PointingGame(len(sizes), left_out, cells_per_image, **shares, rules=rules)

@@ -23,7 +23,7 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.evaluation.cells import CONTRIBUTION, RANDOM
 from opal_deploy.evaluation.parts import CONSISTENCY, PURITY, STABILITY
-from opal_deploy.evaluation.session import choose_samples, photographs, run_on_some
+from opal_deploy.evaluation.session import choose_samples, evaluate_session, photographs
 from opal_deploy.logs import Progress, no_progress
 from opal_deploy.model import checkpoint
 from opal_deploy.model.neighbours import Neighbours, max_images
@@ -37,26 +37,20 @@ _MAX_VALIDATION = 5_000
 
 
 def fit_neighbours(
-    network: OpalNetwork, samples: Sequence[Sample], background: Sequence[Sample], *, boxes: bool = True,
-    progress: Progress = no_progress,
-) -> Neighbours | None:  # fmt: skip
-    """Return the neighbours of a trained network: features of training images, not augmented.
+    network: OpalNetwork, samples: Sequence[Sample], *, boxes: bool = True, progress: Progress = no_progress
+) -> Neighbours | None:
+    """Return the neighbours of a trained network: features of training images, not augmented; None for too few images.
 
-    Up to 2,000 images are taken, or five per class. None for a network without single cells as evidence, and for too
-    few images.
+    Up to 2,000 images are taken, or five per class.
 
     Args:
         network: left in evaluation mode; computes on its device.
         samples: the training images.
-        background: out-of-distribution images; none, or 5 to 2,000.
         boxes: crop images to the samples' boxes, as in training.
     """
-    if network.config.head.evidence != "exact":
-        return None
     known = [samples[index] for index in choose_samples(samples, max_images(network.config.num_classes))]
     features = pool_features(network, known, boxes=boxes, progress=progress)
-    labels = torch.tensor([sample.label for sample in known])
-    neighbours = Neighbours.fit(features, labels, pool_features(network, background, boxes=boxes, progress=progress))
+    neighbours = Neighbours.fit(features, torch.tensor([sample.label for sample in known]))
     return None if neighbours is None else neighbours.to(next(network.parameters()).device)
 
 
@@ -94,9 +88,9 @@ def measure_baseline(
     metadata = session.metadata
     if metadata.evidence != "exact":
         return None
-    note = "measuring the baseline"
-    _, outputs = run_on_some(session, samples, _MAX_VALIDATION, boxes=boxes, progress=progress, note=note)
-    return baseline_of(outputs, metadata, 0 if neighbours is None else neighbours.num_background)
+    chosen = [samples[index] for index in choose_samples(samples, _MAX_VALIDATION)]
+    measured = evaluate_session(session, chosen, boxes=boxes, progress=progress, note="measuring the baseline")
+    return baseline_of(measured.outputs, metadata, 0 if neighbours is None else neighbours.num_background)
 
 
 def baseline_of(outputs: Outputs, metadata: Metadata, background: int, split: str = "val") -> Baseline:

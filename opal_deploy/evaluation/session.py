@@ -103,18 +103,6 @@ def load_pixels(
     return np.concatenate([images.outputs for images in batches])
 
 
-def run_on_some(
-    session: Session, samples: Sequence[Sample], limit: int, *, boxes: bool, progress: Progress, note: str
-) -> tuple[list[int], Outputs]:
-    """Return the outputs of a session for up to `limit` samples, see `choose_samples`, and their indices.
-
-    `boxes`, `progress` and `note` are those of `photographs`.
-    """
-    chosen, form = choose_samples(samples, limit), session.metadata.form
-    batches = photographs(session.run, samples, form, chosen=chosen, boxes=boxes, progress=progress, note=note)
-    return chosen, Outputs.concatenate([images.outputs for images in batches])
-
-
 @dataclass(frozen=True)
 class EvaluationResult:
     """Metrics and outputs of a model on N images."""
@@ -132,9 +120,12 @@ class EvaluationResult:
 
 def evaluate_session(
     session: Session, samples: Sequence[Sample], *, boxes: bool = True, batch: int = 16,
-    parts: PartLocations | None = None, progress: Progress = no_progress, model: str = "the model",
+    parts: PartLocations | None = None, progress: Progress = no_progress, note: str = "evaluating",
+    model: str = "the model",
 ) -> EvaluationResult:  # fmt: skip
     """Evaluate a session on `samples` (at least one); without `parts`, consistency, stability and purity are left out.
+
+    `boxes`, `progress` and `note` are those of `photographs`.
 
     Raises:
         UsageError: an image cannot be used, or the logits for an image are not finite.
@@ -143,8 +134,8 @@ def evaluate_session(
     labels = np.array([sample.label for sample in samples], dtype=np.int64)
     protocol = None if parts is None else PartProtocol(session, parts, labels, cropped=boxes)
     run = session.run if protocol is None else protocol.run
-    collected, hits, geometries = list[Outputs](), [], list[Geometry]()
-    for images in photographs(run, samples, metadata.form, boxes=boxes, batch=batch, progress=progress):
+    collected, geometries = list[Outputs](), list[Geometry]()
+    for images in photographs(run, samples, metadata.form, boxes=boxes, batch=batch, progress=progress, note=note):
         finite = np.isfinite(images.outputs.logits).all(axis=1)
         if not finite.all():
             # argmax and means would hide it
@@ -153,7 +144,7 @@ def evaluate_session(
                 "its weights are damaged or its precision is too low: use an earlier checkpoint, or export fp32"
             )
         if protocol is not None:
-            hits.append(protocol.find_hits(images.indices, images.pixels, images.outputs))
+            protocol.add(images.indices, images.pixels, images.outputs)
         # attention maps are too large to keep
         collected.append(replace(images.outputs, attention=None))
         geometries += images.geometries
@@ -163,7 +154,7 @@ def evaluate_session(
         collapse = collapse_of_cells(class_map.take(outputs.argmax, labels), labels, class_map)
     margins = None if totals is None or metadata.num_classes < 2 else find_margins(totals)
     metrics = compute_metrics(outputs.logits, labels, collapse, margins)
-    figures = None if protocol is None else protocol.summarize(hits, outputs, geometries)
+    figures = None if protocol is None else protocol.summarize(outputs, geometries)
     return EvaluationResult(metrics, figures, labels, outputs, geometries)
 
 

@@ -36,7 +36,7 @@ def attack(pooled):
     with torch.no_grad():
         network.head.projection.weight *= 8
     field = ReceptiveField(STRIDE, size=STRIDE, offset=4.0, effective=STRIDE, effective_offset=4.0)
-    attacker = Attacker(network, build_metadata(Checkpoint(network, ("a", "b", "c"))), 0, field)
+    attacker = Attacker(network.eval(), build_metadata(Checkpoint(network, ("a", "b", "c"))), 0, field)
     return attacker.measure(np.stack(example_images(6, SIDE, SIDE)), range(6))
 
 

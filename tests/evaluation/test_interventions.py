@@ -11,8 +11,6 @@ from opal_deploy.evaluation.api import EvaluateOptions
 from opal_deploy.evaluation.inputs import Annotations, ImageAnnotation
 from opal_deploy.evaluation.interventions import (
     EVIDENCE,
-    format_interventions,
-    format_randomisation,
     measure_interventions,
     measure_randomisation,
     rank_correlation,
@@ -55,7 +53,7 @@ def test_a_label_that_is_the_background_fails(by_background, low, high):
     measured = measure_interventions(Oracle(by_background), (96, 96), EvaluateOptions(limit=12))
     assert low <= measured.same_answer.mean <= high
     assert [row.method for row in measured.explained] == [EVIDENCE]
-    assert len(list(format_interventions(measured))) == 2
+    assert len(list(measured.describe())) == 2
 
 
 def test_what_was_learned_goes_and_chance_is_told(make_pictures, tmp_path):
@@ -70,4 +68,4 @@ def test_what_was_learned_goes_and_chance_is_told(make_pictures, tmp_path):
     # of nine cells some stay by chance, more than a ninth since the background of pictures is even
     assert measured.stages[-1].same_cell.mean < 0.6
     assert measured.stages[0].object.random == pytest.approx(1 / 3)
-    assert len(list(format_randomisation(measured))) == 2 + len(names)
+    assert len(list(measured.describe())) == 2 + len(names)

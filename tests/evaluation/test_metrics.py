@@ -71,7 +71,8 @@ def test_macro_f1_weighs_classes_alike_and_metrics_that_were_not_measured_are_le
     assert metrics["val_accuracy"] == 0.6
     # 0: 2*2 / (2*2 + 1 + 1); 1: 2*1 / (2*1 + 1 + 0); 2: none; 3 never occurs and does not count
     assert metrics["val_macro_f1"] == pytest.approx((4 / 6 + 2 / 3 + 0) / 3)
-    assert Evaluation(6, 0.5, 0.5).to_dict("test") == {"test_accuracy": 0.5, "test_loss": 0.5, "test_images": 6}
+    few = Evaluation(images=6, loss=0.5, accuracy=0.5)
+    assert few.to_dict("test") == {"test_accuracy": 0.5, "test_loss": 0.5, "test_images": 6}
 
 
 def test_margins_are_those_of_the_records():

@@ -14,7 +14,7 @@ from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.inputs import Annotations, ImageAnnotation, Part, annotate
 from opal_deploy.evaluation.metrics import compute_metrics
-from opal_deploy.evaluation.pointing import count_hits, format_game, play_pointing_game
+from opal_deploy.evaluation.pointing import count_hits, play_pointing_game
 from opal_deploy.evaluation.session import EvaluationResult
 from opal_deploy.preprocess.geometry import Geometry, compute_geometry
 from opal_deploy.synthetic import generate_dataset, read_annotations
@@ -31,19 +31,15 @@ ON_BEAK, ON_TAIL, ON_BODY, OFF = (30, 30), (50, 50), (50, 30), (10, 10)
 def test_hits_and_random_cells_are_counted_by_their_centres():
     points = np.array([ON_BEAK, ON_TAIL, ON_BODY, OFF], np.float64)
     hits = count_hits(MIDDLE, points, WHOLE, CellGrid(*GRID))
-    assert hits.in_object.tolist() == [True, True, True, False]
-    assert hits.on_parts.tolist() == [[True, False], [False, True], [False, False], [False, False]]
-    assert hits.random_object == 4 / 16
-    assert hits.share(distinguishing=False) == (2 / 4, 2 / 4)
-    assert hits.share(distinguishing=True) == (1 / 4, 1 / 4)
+    assert hits == {"object": (3 / 4, 4 / 16), "part": (2 / 4, 2 / 4), "distinguishing_part": (1 / 4, 1 / 4)}
+    assert MIDDLE.on_parts(points, WHOLE).tolist() == [[True, False], [False, True], [False, False], [False, False]]
     # the same object as a mask
     mask = np.zeros((80, 80), np.bool_)
     mask[20:60, 20:60] = True
-    masked = count_hits(replace(MIDDLE, mask=lambda: mask, boxes=()), points, WHOLE, CellGrid(*GRID))
-    assert masked.in_object.tolist() == hits.in_object.tolist()
+    assert count_hits(replace(MIDDLE, mask=lambda: mask, boxes=()), points, WHOLE, CellGrid(*GRID)) == hits
     # an object between the centres leaves all cells to the control
     nowhere = count_hits(replace(MIDDLE, boxes=((0, 0, 5, 5),)), points, WHOLE, CellGrid(*GRID))
-    assert (nowhere.random_object, nowhere.share(distinguishing=False)[1]) == (0, 2 / 16)
+    assert (nowhere["object"][1], nowhere["part"][1]) == (0, 2 / 16)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +98,7 @@ def test_images_are_the_unit_and_only_right_predictions_with_annotations_count()
     assert game.distinguishing_part.mean == pytest.approx(np.mean([0.5, 0.5, 0]))
     document = json.loads(json.dumps(game.to_dict()))
     assert (document["object"]["random"], document["images_without_annotation"]) == (0.25, 1)
-    text = list(format_game(game))
+    text = list(game.describe())
     assert "in the object 83.3 % [" in text[0]
     assert "1 correct predictions without annotation left out" in text[1]
 

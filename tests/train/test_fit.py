@@ -147,7 +147,8 @@ def test_a_classifier_to_compare_with_has_no_collapse_and_no_risk_curve(squares,
 
 def test_lowest_validation_loss_wins_without_test_images_too(squares, tmp_path, monkeypatch):
     losses = iter([0.9, 0.3, 0.3, 0.7])
-    monkeypatch.setattr(loop, "validate", lambda *_, **__: (None, Evaluation(6, next(losses), 0.5)))
+    measured = Evaluation(images=6, loss=0.9, accuracy=0.5)
+    monkeypatch.setattr(loop, "validate", lambda *_, **__: (None, replace(measured, loss=next(losses))))
     result = fit(replace(squares, test=[]), replace(OPTIONS, epochs=4), tmp_path)
     assert (result.best_epoch, result.test) == (2, None)  # of equals the earlier
     assert "test_accuracy" not in json.loads((tmp_path / "summary.json").read_text())

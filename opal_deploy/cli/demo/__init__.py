@@ -215,7 +215,7 @@ def _measure(results: Path, data: Path, metadata: Metadata) -> tuple[int, int, d
             centres = (corners[:, :2] + corners[:, 2:]) / 2
             geometry = Geometry.whole(record.width, record.height)
             hits = count_hits(by_name[Path(record.image or "")], centres, geometry, metadata.cells)
-            shares.append(hits.share(distinguishing=True))
+            shares.append(hits["distinguishing_part"])
     if not shares:
         return 0, len(records), None
     mean, random = np.mean(shares, axis=0).tolist()
