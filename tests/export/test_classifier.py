@@ -1,5 +1,6 @@
 """Classifiers of other tools: graphs as their exporters write them, from a few nodes, and one of a real library."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from opal_deploy.artifact.onnx_file import read_metadata
 from opal_deploy.artifact.preprocessing import ResizeRule, from_config
 from opal_deploy.errors import ArtifactError, UsageError
 from opal_deploy.evaluation.calibration import evaluate_calibration
+from opal_deploy.records.tables import FORMATS, write_table
 from opal_deploy.synthetic import example_images
 from tests.cli.calls import check, one_line, read_results
 
@@ -124,6 +126,12 @@ def test_a_classifier_keeps_its_logits_and_its_cells_add_up_to_them(case, tmp_pa
         assert len(answers) > 1
         sheet = model.predict(image).save_sheet(tmp_path / "sheet.svg").read_text("utf-8")
         assert f"{answers[1].label}, logit" in sheet
+        parquet = pytest.importorskip("pyarrow.parquet")
+        for kind in FORMATS:
+            write_table([model.predict(image).answered], tmp_path, kind)
+        (row,) = parquet.read_table(tmp_path / "results.parquet")["labels"].to_pylist()
+        (fields,) = csv.DictReader((tmp_path / "results.csv").read_text("utf-8").splitlines())
+        assert (row, [entry["label"] for entry in row]) == (json.loads(fields["labels"]), [a.label for a in answers])
 
 
 REFUSED = {
