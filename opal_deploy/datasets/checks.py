@@ -34,7 +34,7 @@ from opal_deploy.datasets.samples import (
     shorten_list,
 )
 from opal_deploy.errors import ImageError, UsageError
-from opal_deploy.logs import Progress
+from opal_deploy.logs import Progress, no_progress
 from opal_deploy.options import StrPath
 from opal_deploy.preprocess.decode import MAX_PIXELS, decode, is_transposed
 from opal_deploy.preprocess.geometry import compute_geometry
@@ -60,12 +60,10 @@ _MAX_SHARE = 0.05
 _SAMPLE = 500
 
 
-def check_dataset(data: DataSet, advice: str, progress: Progress | None = None) -> DataSet:
+def check_dataset(data: DataSet, advice: str, progress: Progress = no_progress) -> DataSet:
     """Return the data set without unusable files, with a warning for each kind of finding.
 
-    Raises:
-        UsageError: one line with the lists' problems, missing images, classes or splits with nothing left, the advice,
-            and then all other findings.
+    UsageError: one line with the lists' problems, missing images, empty classes or splits, the advice, and warnings.
     """
     problems, warnings = list(data.problems), list(data.warnings)
     unusable = find_problems(data.select("all"), progress)
@@ -95,7 +93,7 @@ def check_dataset(data: DataSet, advice: str, progress: Progress | None = None) 
     return replace(usable, warnings=warnings)
 
 
-def find_problems(samples: list[Sample], progress: Progress | None = None, *, whole: bool = False) -> dict[Path, str]:
+def find_problems(samples: list[Sample], progress: Progress = no_progress, *, whole: bool = False) -> dict[Path, str]:
     """Return the unusable files with the reasons, judged by their headers, or by the `whole` files."""
 
     def find_problem(sample: Sample) -> str | None:
@@ -110,8 +108,7 @@ def find_problems(samples: list[Sample], progress: Progress | None = None, *, wh
     for done, (sample, reason) in enumerate(zip(samples, map_in_threads(find_problem, samples), strict=True), 1):
         if reason is not None:
             reasons[sample.path] = reason
-        if progress is not None:
-            progress(done, len(samples), "reading images" if whole else "reading headers")
+        progress(done, len(samples), "reading images" if whole else "reading headers")
     return reasons
 
 
@@ -150,11 +147,9 @@ def duplicate_warnings(data: DataSet) -> list[str]:
 
 
 def find_identical_files(paths: Sequence[Path]) -> list[list[int]]:
-    """Return groups of two or more positions of files with the same bytes; a path may be listed twice.
-
-    Only files of equal size are read.
-    """
+    """Return groups of two or more positions of files with the same bytes; a path may be listed twice."""
     positions = [*range(len(paths))]
+    # only files of equal size are read
     for measure in (os.path.getsize, compute_sha256):
         groups: dict[Hashable, list[int]] = defaultdict(list)
         for position, key in zip(positions, map_in_threads(measure, [paths[i] for i in positions]), strict=True):
@@ -175,31 +170,27 @@ def read_background(folder: StrPath, data: DataSet) -> list[Sample]:
 
     UsageError: there are fewer than five, one is damaged by its header, or one is in the data set, too.
     """
-    background = [Sample(path, 0) for path in list_images(Path(folder))]
-    if len(background) < _MIN_BACKGROUND:
-        raise UsageError(
-            f"--background {folder}: {pluralize(len(background), 'image', 'images')} there; expected at least "
-            f"{_MIN_BACKGROUND}, out-of-distribution JPEG or PNG files"
-        )
-    if problems := find_problems(background):
-        listed = shorten_list([f"{display_path(path, Path(folder))} ({why})" for path, why in problems.items()])
-        raise UsageError(f"--background {folder}: cannot be used: {listed}; remove or replace them")
+    root = Path(folder)
+    background = [Sample(path, 0) for path in list_images(root)]
     own = len(background)
+    if own < _MIN_BACKGROUND:
+        images = pluralize(own, "image", "images")
+        raise UsageError(f"--background {root}: {images} there; expected {_MIN_BACKGROUND} JPEG or PNG files or more")
+    if problems := find_problems(background):
+        listed = shorten_list([f"{display_path(path, root)} ({why})" for path, why in problems.items()])
+        raise UsageError(f"--background {root}: cannot be used: {listed}; remove or replace them")
     groups = find_identical_files([sample.path for sample in (*background, *data.select("all"))])
     if both := sorted(background[i].path for group in groups if max(group) >= own for i in group if i < own):
-        listed = shorten_list([display_path(path, Path(folder)) for path in both])
-        raise UsageError(
-            f"--background {folder}: {pluralize(len(both), 'image is', 'images are')} in {data.root} too: {listed}; "
-            "it is for out-of-distribution images"
-        )
+        listed = shorten_list([display_path(path, root) for path in both])
+        images = pluralize(len(both), "image is", "images are")
+        raise UsageError(f"--background {root}: {images} in {data.root} too: {listed}; leave them out")
     return background
 
 
 def compute_thumbnail(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Return an image's thumbnail as a vector of mean 0 and length 1 (all 0 for one colour), float32 [768].
+    """Return the thumbnail of an image, uint8 [H, W, 3 or more], by its first three channels: float32 [768].
 
-    Args:
-        pixels: uint8 [H, W, 3 or more]; channels after the third do not count.
+    The vector has mean 0 and length 1; it is all 0 for an image of one colour.
     """
     small = Image.fromarray(pixels[..., :3]).resize((_SIDE, _SIDE), Image.Resampling.BOX)
     vector = np.asarray(small, np.float32).ravel()
@@ -208,11 +199,9 @@ def compute_thumbnail(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def find_near_copies(train: NDArray[np.float32], others: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Return for each of the other images the training image that it is nearly the same as, int64 [m]; -1: none.
+    """Return for each image of another split the training image that it is nearly the same as, int64 [m]; -1: none.
 
-    Args:
-        train: thumbnails of the training images, [n, 768].
-        others: thumbnails of another split, [m, 768].
+    Both splits are given by their thumbnails, float32 [n, 768] and [m, 768].
     """
     copied = np.full(len(others), -1, np.int64)
     if not len(others) or not 2 <= len(train) <= MAX_IMAGES:

@@ -100,19 +100,12 @@ def read_cub_boxes(path: Path) -> list[tuple[str, Box]]:
 
 @dataclass(frozen=True)
 class PartLocations:
-    """The P parts of N images.
+    """The P parts of N images."""
 
-    Attributes:
-        names: P names, such as `left eye`.
-        points: float64 [N, P, 2], (x, y) in pixels of the whole image; (0, 0) where a part is not visible.
-        visible: bool [N, P].
-        boxes: float64 [N, 4], (x, y, width, height) of the bird in pixels, width and height at least 1.
-    """
-
-    names: tuple[str, ...]
-    points: NDArray[np.float64]
-    visible: NDArray[np.bool_]
-    boxes: NDArray[np.float64]
+    names: tuple[str, ...]  # P names, such as `left eye`
+    points: NDArray[np.float64]  # [N, P, 2], (x, y) in pixels of the whole image; (0, 0) where a part is not visible
+    visible: NDArray[np.bool_]  # [N, P]
+    boxes: NDArray[np.float64]  # [N, 4], (x, y, width, height) of the bird in pixels, width and height at least 1
 
     def input_points(self, size: int, crops: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return float64 [N, P, 2], (x, y) of the parts on crops [N, 4] resized to size x size; may lie outside.

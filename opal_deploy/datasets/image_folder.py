@@ -45,37 +45,32 @@ LIST_ADVICE = "expected columns image, label and, optionally, split (train, val 
 def read_image_folder(root: Path) -> DataSet:
     """List the images; `val` is empty where the data set has no such folder."""
     splits = _find_splits(root) or {"train": root}
-    folders = {split: _group_by_class(folder) for split, folder in splits.items()}
-    class_names = sorted(folders["train"])
+    images = {split: _list_classes(folder) for split, folder in splits.items()}
+    class_names = sorted(images["train"])
     samples = {
-        split: [
-            Sample(path, label)
-            for label, name in enumerate(class_names)
-            for class_folder in by_class.get(name, ())
-            for path in list_images(class_folder)
-        ]
-        for split, by_class in folders.items()
+        split: [Sample(path, label) for label, name in enumerate(class_names) for path in by_class.get(name, ())]
+        for split, by_class in images.items()
     }
     data = build_dataset("imagefolder", root, class_names, samples)
     for split, folder in splits.items():
         if class_names and not samples[split]:
             data.problems.append(f"no images in {folder.name}/")
-        if unknown := sorted(folders[split].keys() - folders["train"].keys()):
+        if unknown := sorted(images[split].keys() - images["train"].keys()):
             names = shorten_list(unknown)
             data.problems.append(f"classes in {folder.name}/ that {splits['train'].name}/ lacks: {names}")
     inside = [path for folder in {root, *splits.values()} for path in folder.iterdir() if not is_hidden(path.name)]
-    if images := sorted(path for path in inside if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()):
-        names = shorten_list([display_path(path, root) for path in images])
+    if stray := sorted(path for path in inside if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file()):
+        names = shorten_list([display_path(path, root) for path in stray])
         data.warnings.append(f"skipped, outside the class folders: {names}")
     return data
 
 
-def _group_by_class(split: Path) -> dict[str, list[Path]]:
-    """Return a split's folders by name, composed (NFC): systems store "ö" as one character or as two."""
-    folders: dict[str, list[Path]] = defaultdict(list)
+def _list_classes(split: Path) -> dict[str, list[Path]]:
+    """Return a split's images by class name, composed (NFC): systems store "ö" as one character or as two."""
+    images: dict[str, list[Path]] = defaultdict(list)
     for folder in subfolders(split):
-        folders[unicodedata.normalize("NFC", folder.name)].append(folder)
-    return folders
+        images[unicodedata.normalize("NFC", folder.name)] += list_images(folder)
+    return images
 
 
 def _find_splits(root: Path) -> dict[str, Path]:

@@ -32,7 +32,7 @@ from opal_deploy.datasets.samples import (
     unreadable_error,
 )
 from opal_deploy.errors import OpalError, UsageError, require
-from opal_deploy.logs import Progress
+from opal_deploy.logs import Progress, no_progress
 from opal_deploy.preprocess.geometry import Box
 
 _ADVICE = "unpack the official archives again"
@@ -142,19 +142,12 @@ def _list_samples(dataset: Any, link: Path) -> tuple[list[str], Iterable[tuple[s
 
 @dataclass(frozen=True)
 class _Layout:
-    """How one data set is recognised and read.
+    """How one data set is recognised and read."""
 
-    Attributes:
-        read: from the data set's folder to its lists.
-        files: the files that the folder must have, see `_missing_files`; a folder that has them all is recognised.
-        advice: what to do about faults of the lists.
-        is_own: whether a folder with all files is this data set, where their names do not tell.
-    """
-
-    read: Callable[[Path], DataSet]
-    files: tuple[str, ...]
-    advice: str = _ADVICE
-    is_own: Callable[[Path], bool] = lambda folder: True
+    read: Callable[[Path], DataSet]  # from the data set's folder to its lists
+    files: tuple[str, ...]  # must be in the folder, see `_missing_files`; a folder that has them all is recognised
+    advice: str = _ADVICE  # what to do about faults of the lists
+    is_own: Callable[[Path], bool] = lambda folder: True  # whether a folder with all files is this data set
 
 
 _ALL = {"train": "train", "val": "val", "test": "test"}
@@ -196,19 +189,16 @@ def read_dataset(
     dataset: str | None = None,
     *,
     needs_validation: Callable[[DataSet], bool] = lambda data: True,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> DataSet:
-    """Read and check a data set; if it has no validation split, set a fifth of each class aside for validation.
+    """Read and check the data set in a folder; if it has no validation split, set a fifth of each class aside for one.
 
     Args:
-        root: the data set's folder.
-        dataset: one of `DATASET_NAMES`; None recognises the data set by its files and reads any other folder as an
-            ImageFolder.
+        dataset: one of `DATASET_NAMES`; None recognises the data set by its files, any other folder as `imagefolder`.
         needs_validation: whether to set validation images aside if the data set has none.
         progress: called while image headers are read, which takes minutes on a network drive.
 
-    Raises:
-        UsageError: one line with everything that is wrong and what to do.
+    UsageError: one line with everything that is wrong and what to do.
     """
     try:
         if not root.is_dir():
@@ -236,18 +226,19 @@ def find_recorded_dataset(
         model: the model's file, see `find_root`.
         torchvision: whether to read data sets that need torchvision, and so import torch.
     """
-    data, root = training.get("data"), find_root(training, model)
-    if not isinstance(data, dict) or root is None:
+    root = find_root(training, model)
+    if root is None:
         return None
+    data = training["data"]
     layout = str(data.get("layout"))
     if not torchvision and layout in _TORCHVISION:
         return None
     try:
+        recorded = _read(root, layout)
         if data.get("skipped"):
-            recorded = read_dataset(root, layout, needs_validation=lambda _: bool(data.get("val")))
-        else:
-            recorded = _read(root, layout)
-            recorded = recorded if recorded.val or not data.get("val") else split_off_validation(recorded)
+            recorded = check_dataset(recorded, "")
+        if data.get("val") and not recorded.val:
+            recorded = split_off_validation(recorded)
     except (OpalError, OSError):
         return None
     same_sizes = all(data.get(split) == len(recorded.select(split)) for split in ("train", "val", "test"))
@@ -259,8 +250,7 @@ def _read(root: Path, dataset: str | None) -> DataSet:
     if dataset is None:
         names = [name for name, layout in _LAYOUTS.items() if not _missing_files(root, layout) and layout.is_own(root)]
         if len(names) > 1:
-            shown = ", ".join(names)
-            raise UsageError(f"{root}: looks like several data sets ({shown}); choose one with --dataset")
+            raise UsageError(f"{root}: looks like several data sets ({', '.join(names)}); choose one with --dataset")
         dataset = names[0] if names else "imagefolder"
     elif dataset not in _LAYOUTS:
         raise UsageError(f"unknown data set {dataset!r}; choose one of {', '.join(DATASET_NAMES)}")

@@ -30,10 +30,7 @@ IMAGE_SUFFIXES = frozenset((
 _LEFT_BY_SYSTEMS = frozenset(("__MACOSX", "@eaDir"))
 # the file that every output folder of `infer` has, and its folder of drawings
 _RUN, _OVERLAYS = "run.json", "overlays"
-_COLUMNS = {
-    "image": "image", "filename": "image", "file": "image", "path": "image", "label": "label", "class": "label",
-    "split": "split",
-}  # fmt: skip
+_COLUMNS = {"filename": "image", "file": "image", "path": "image", "class": "label"}
 # the share of the second part of a stratified split, and the seed of its shuffle
 SPLIT_FRACTION, SPLIT_SEED = 0.2, 42
 # file of a training run with paths on this machine, which neither checkpoints nor exports carry
@@ -44,48 +41,29 @@ _MAX_LISTED = 20
 
 @dataclass(frozen=True)
 class Sample:
-    """One labelled image.
-
-    Attributes:
-        path: the image file.
-        label: class index, 0 ... C-1.
-        box: (x0, y0, x1, y1) in pixels of the oriented image, its crop; None for the whole image.
-        object_box: the box of the object in an image that is not cropped to it, if known.
-    """
+    """One labelled image."""
 
     path: Path
-    label: int
-    box: Box | None = None
-    object_box: Box | None = None
+    label: int  # class index, 0 ... C-1
+    box: Box | None = None  # the crop, (x0, y0, x1, y1) in pixels of the oriented image; None for the whole image
+    object_box: Box | None = None  # the box of the object in an image that is not cropped to it, if known
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """A labelled data set.
+    """A labelled data set in three splits, of which `val` and `test` may be empty."""
 
-    Attributes:
-        root: the folder that the data set was read from.
-        layout: the name of the adapter (`cub`, `pets`, ...); any text for a data set made in code.
-        class_names: C names in the order of the labels.
-        train, val, test: the splits; `test` may be empty.
-        crop: `boxes` where samples carry boxes, else None.
-        warnings: one line for each kind of tolerated problem.
-        skipped: images left out because their headers cannot be read.
-        whole: the data set before validation images were set aside; None where it has its own.
-        problems: faults of its lists, with which `check_dataset` refuses it.
-    """
-
-    root: Path
-    layout: str
-    class_names: list[str]
+    root: Path  # the folder that the data set was read from
+    layout: str  # a name of `registry.DATASET_NAMES`; any text for a data set made in code
+    class_names: list[str]  # C names in the order of the labels
     train: list[Sample]
     val: list[Sample]
     test: list[Sample]
-    crop: Crop | None = None
-    warnings: list[str] = field(default_factory=list)
-    skipped: list[Path] = field(default_factory=list)
-    whole: DataSet | None = None
-    problems: list[str] = field(default_factory=list)
+    crop: Crop | None = None  # `boxes` where samples carry boxes
+    warnings: list[str] = field(default_factory=list)  # one line for each kind of tolerated problem
+    skipped: list[Path] = field(default_factory=list)  # images left out because their headers cannot be read
+    whole: DataSet | None = None  # the data set before validation images were set aside; None where it has its own
+    problems: list[str] = field(default_factory=list)  # faults of its lists, with which `check_dataset` refuses it
 
     @property
     def num_classes(self) -> int:
@@ -179,8 +157,8 @@ def read_csv(
     expected = " or ".join(map(",".join, choices))
     try:
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=files.find_delimiter(text.partition("\n")[0]))
-        stripped = [name.strip() for name in reader.fieldnames or ()]
-        header = reader.fieldnames = [_COLUMNS.get(name.lower(), name) for name in stripped]
+        names = [name.strip().lower() for name in reader.fieldnames or ()]
+        header = reader.fieldnames = [_COLUMNS.get(name, name) for name in names]
         columns = next((choice for choice in choices if set(choice) <= set(header)), None)
         if columns is None:
             raise UsageError(f"{shown}: columns {', '.join(header)[:80] or 'none'}; expected {expected}")
@@ -192,8 +170,7 @@ def read_csv(
 
 def unreadable_error(error: OSError, path: Path, advice: str = "make it readable, or move it elsewhere") -> UsageError:
     """Return the operating system's error as one line; `path` is for errors without a file name."""
-    name = error.filename if isinstance(error.filename, str | bytes) else str(path)
-    return UsageError(f"{os.fsdecode(name)}: cannot be read ({error.strerror or error}); {advice}")
+    return UsageError(f"{os.fsdecode(error.filename or path)}: cannot be read ({error.strerror or error}); {advice}")
 
 
 def split_off_validation(data: DataSet) -> DataSet:
@@ -246,16 +223,12 @@ def find_root(training: Mapping[str, Any], model: Path | None = None) -> Path | 
         training: `training` of a checkpoint or metadata, which keeps the folder's name only.
         model: the model's file, next to which its run's `paths.json` may lie, which keeps the whole path.
     """
-    # missing, damaged, or of another type
-    unusable = OSError, ValueError, TypeError, KeyError
-    candidates: list[Path] = []
-    if model is not None:
-        with contextlib.suppress(*unusable):
-            candidates.append(Path(files.read_json(model.parent / PATHS)["data"]))
-    with contextlib.suppress(*unusable):
-        recorded = Path(training["data"]["root"])
-        return next((root for root in [*candidates, recorded] if root.name == recorded.name and root.is_dir()), None)
-    return None
+    roots: list[Path] = []
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # missing, damaged, or of another type
+        roots.append(Path(training["data"]["root"]))
+        if model is not None:
+            roots.insert(0, Path(files.read_json(model.parent / PATHS)["data"]))
+    return next((root for root in roots if root.name == roots[-1].name and os.path.isdir(root)), None)
 
 
 def classes_without_samples(samples: list[Sample], class_names: list[str]) -> list[str]:
