@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,6 +112,7 @@ def predict(
 class Measurements:
     """The measurements of a network for its checkpoint, in float32."""
 
+    epoch: int
     val: Evaluation  # on the validation split, or out of fold
     test: Evaluation | None
     without_copies: WithoutCopies | None  # of the test images that are no near copies of training images
@@ -125,10 +126,10 @@ class Measurements:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The metrics of both splits, as the checkpoint keeps them."""
+        """The epoch and the metrics of both splits, as the checkpoint keeps them."""
         others = {} if self.without_copies is None else asdict(self.without_copies)
         return {
-            **self.val.to_dict("val"), **(self.test.to_dict("test") if self.test else {}),
+            "epoch": self.epoch, **self.val.to_dict("val"), **(self.test.to_dict("test") if self.test else {}),
             **{f"test_{name}_without_copies": value for name, value in others.items()},
         }  # fmt: skip
 
@@ -141,7 +142,6 @@ class TrainState:
     records: list[EpochRecord] = field(default_factory=list)  # one per finished epoch
     best: tuple[int, Evaluation] | None = None  # epoch and validation metrics of the best weights so far
     planned_epochs: int | None = None  # the number of epochs that `--minutes` leaves time for; None without it
-    checkpoint_metrics: dict[str, Any] = field(default_factory=dict)  # the metrics that last.pt carries
     best_weights: dict[str, Tensor] | None = None  # on the CPU
 
 
@@ -153,19 +153,15 @@ def copy_weights(network: OpalNetwork) -> dict[str, Tensor]:
 
 @dataclass
 class RunWriter:
-    """Measures a network for its checkpoints and writes them; every process calls it, and the first one writes.
-
-    Checkpoints carry `config`, the content of config.json.
-    """
+    """Measures a network for its checkpoints and writes them; every process calls it, and the first one writes."""
 
     run_dir: TrainRunDirectory
     run: Run
     network: OpalNetwork
     loaders: Loaders
     background: list[Sample]  # out-of-distribution images, perhaps none
-    config: dict[str, Any]
-    # epoch and measurements of the weights in best.pt
-    measured: tuple[int, Measurements] | None = None
+    config: dict[str, Any]  # the content of config.json, which checkpoints carry too
+    measured: Measurements | None = None  # of the weights in best.pt
 
     def measure(
         self, epoch: int, outputs: LabelledOutputs | None = None, answers: OutOfFold | None = None,
@@ -192,9 +188,8 @@ class RunWriter:
             own = self._measure_evidence(answers, training) if run.fabric.is_global_zero else {}
             classes = count_by_class(outputs.logits, outputs.labels, run.data.class_names)
         machine.set_tf32(run.options.tf32)
-        measured = Measurements(val, None, None, classes, calibration, **own)
-        self.measured = epoch, measured
-        return measured
+        self.measured = Measurements(epoch, val, None, None, classes, calibration, **own)
+        return self.measured
 
     def _measure_test(self, test: Batches, measured: Measurements) -> Measurements:
         """Return the measurements with those on the test split."""
@@ -217,7 +212,7 @@ class RunWriter:
         model = Checkpoint(network, data.class_names, receptive_field=field)
         metadata = build_metadata(model)
         if training is None:
-            training = answer_training_images(network, data.train, self.background, progress)
+            training = answer_training_images(self.run, network, self.background)
         neighbours = training.neighbours
         if answers is None:
             network.neighbours = neighbours
@@ -237,25 +232,23 @@ class RunWriter:
         Test images are answered by the last weights only: they may be many, and nothing depends on them.
         """
         assert state.best is not None  # called after an epoch
-        epoch, network = state.best[0], self.network
+        network, measured = self.network, self.measured
         network.load_state_dict(state.best_weights or {})
-        known, measured = self.measured or (None, None)
-        if measured is None or known != epoch:
-            measured = self.measure(epoch)
+        if measured is None or measured.epoch != state.best[0]:
+            measured = self.measure(state.best[0])
         if is_last and measured.test is None and self.loaders.test is not None:
-            measured = self._measure_test(self.loaders.test, measured)
-            self.measured = epoch, measured
+            measured = self.measured = self._measure_test(self.loaders.test, measured)
         network.neighbours = measured.neighbours
         self._save(
-            self.run_dir.best, {"epoch": epoch, **measured.metrics}, {"state_dict": state.best_weights},
+            self.run_dir.best, measured.metrics, {"state_dict": state.best_weights},
             receptive_field=measured.receptive_field, calibration=measured.calibration, baseline=measured.baseline,
             patches=measured.patches,
         )  # fmt: skip
         network.neighbours = None
         return measured
 
-    def write_last(self, state: TrainState, optimizer: Any) -> None:
-        """Write last.pt with everything that the next epoch depends on, then metrics.csv."""
+    def write_last(self, state: TrainState, optimizer: Any, val: Evaluation) -> None:
+        """Write last.pt with everything that the next epoch depends on and the epoch's metrics, then metrics.csv."""
         resume = {
             "progress": asdict(replace(state, best_weights=None)),
             "optimizer": optimizer.state_dict(),
@@ -264,8 +257,8 @@ class RunWriter:
             "random": machine.gather(self.run.fabric, machine.get_random_state(self.run.fabric.device)),
             "best_weights": None if state.best and state.best[0] == state.epoch else state.best_weights,
         }
-        weights = copy_weights(self.network)
-        self._save(self.run_dir.last, state.checkpoint_metrics, {"state_dict": weights, RESUME_KEY: resume})
+        content = {"state_dict": copy_weights(self.network), RESUME_KEY: resume}
+        self._save(self.run_dir.last, {"epoch": state.epoch, **val.to_dict("val")}, content)
         if self.run.fabric.is_global_zero:
             with stop_when_full():
                 self.run_dir.write_epochs(state.records)
@@ -273,10 +266,8 @@ class RunWriter:
     def finish(self, state: TrainState) -> TrainResult:
         """Measure the best weights, and write best.pt and summary.json."""
         run_dir, records, measured = self.run_dir, state.records, self.write_best(state)
-        assert state.best is not None
         if self.run.fabric.is_global_zero:
             summary = {
-                "epoch": state.best[0],
                 **measured.metrics,
                 "calibration": measured.calibration.to_dict(),
                 "classes": [asdict(counts) for counts in measured.classes],
@@ -289,7 +280,7 @@ class RunWriter:
         self.run.fabric.barrier()
         rates = [*describe_supported_rates(measured.val.risk or {}, measured.baseline)]
         return TrainResult(
-            run_dir.best, state.best[0], records, measured.val, measured.test, measured.without_copies,
+            run_dir.best, measured.epoch, records, measured.val, measured.test, measured.without_copies,
             measured.calibration, run_dir.last, self.config, measured.classes, rates,
         )  # fmt: skip
 
@@ -304,16 +295,15 @@ class RunWriter:
                 save(path, checkpoint, extra=content)
 
 
-def answer_training_images(
-    network: OpalNetwork, samples: Sequence[Sample], background: Sequence[Sample], progress: Progress
-) -> TrainingOutputs:
+def answer_training_images(run: Run, network: OpalNetwork, background: Sequence[Sample]) -> TrainingOutputs:
     """Return the outputs of a network, whose evidence is single cells, for up to 4,000 images, or five per class.
 
     The network is left in evaluation mode. Images are not augmented; `background` has none, or 5 to 2,000.
     """
-    config, device = network.config, next(network.eval().parameters()).device
+    config, samples, progress = network.config, run.data.train, run.progress
+    device = next(network.eval().parameters()).device
 
-    def run(pixels: NDArray[np.uint8]) -> tuple[Outputs, Tensor]:
+    def answer(pixels: NDArray[np.uint8]) -> tuple[Outputs, Tensor]:
         inputs = torch.from_numpy(normalise(pixels, config.mean, config.std)).to(device)
         with torch.inference_mode():
             features = network.backbone(inputs).float()
@@ -322,7 +312,7 @@ def answer_training_images(
 
     positions = choose_samples(samples, max(MAX_IMAGES, max_images(config.num_classes)))
     batches = photographs(
-        run, samples, config.input_size, chosen=positions, progress=progress, note="answering training images"
+        answer, samples, config.input_size, chosen=positions, progress=progress, note="answering training images"
     )
     outputs, pooled = zip(*(images.outputs for images in batches), strict=True)
     shown, known = [samples[position] for position in positions], pool_features(network, background, progress=progress)
@@ -352,12 +342,10 @@ def restore(
     refuse_other_run(path, last["training"], config)
     try:
         raw = last[RESUME_KEY]
-        progress = {field.name: raw["progress"][field.name] for field in fields(TrainState)}
-        state = TrainState(**progress)
-        state.records = [EpochRecord(**record) for record in progress["records"]]
-        epoch, evaluation = progress["best"]
-        state.best = epoch, Evaluation(**evaluation)
-        state.best_weights = last["state_dict"] if epoch == state.epoch else raw["best_weights"]
+        progress = raw["progress"]
+        records, (best, evaluation) = [EpochRecord(**record) for record in progress["records"]], progress["best"]
+        state = TrainState(progress["epoch"], records, (best, Evaluation(**evaluation)), progress["planned_epochs"])
+        state.best_weights = last["state_dict"] if best == state.epoch else raw["best_weights"]
         network.load_state_dict(last["state_dict"])
         optimizer.load_state_dict(raw["optimizer"])
         if raw["scaler"]:

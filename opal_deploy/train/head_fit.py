@@ -152,7 +152,6 @@ def compute_frozen_features(
         batches: this process's share of the training images, shuffled, in batches of `BATCH`.
         memory: bytes that all processes of this machine together may keep.
         foreground: whether slots are kept on the object, found in the features, where the data set has no regions.
-        progress: called with views done.
     """
     network.eval()
     # without augmentation all views would be the same

@@ -44,7 +44,7 @@ ImageItem = tuple[NDArray[np.uint8], int]
 
 # first words of the seeds, so that no two streams of random numbers coincide
 _ORDER_STREAM, _AUGMENT_STREAM = 0, 1
-# epochs whose images are not augmented: the images themselves, and their mirror images
+# epochs whose images are not augmented: the images themselves, and their mirror images; others are counted from 1
 WHOLE, MIRRORED = 0, -1
 # images per forward pass of validation and tests
 EVALUATION_BATCH = 64
@@ -53,10 +53,7 @@ MEGABYTE = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class TrainImages(Dataset[ImageItem]):
-    """Images uint8 [H0, W0, 3], RGB, with labels, by (epoch, position); with regions uint8 [H0, W0, 4].
-
-    Epochs are counted from 1; in `WHOLE` and `MIRRORED` images are not augmented.
-    """
+    """Images uint8 [H0, W0, 3], RGB, with labels, by (epoch, position); with regions uint8 [H0, W0, 4]."""
 
     samples: list[Sample]
     input_size: tuple[int, int]  # (H0, W0)
@@ -99,8 +96,7 @@ class TrainImages(Dataset[ImageItem]):
 
 def read_regions(data: DataSet, file: Path) -> list[tuple[Box, ...]]:
     """Return the boxes of each training image in a COCO file; raise UsageError if it is damaged or has no boxes."""
-    annotations = annotate(data, data.train, boxes=True, parts=False, objects=file)
-    return [image.boxes for image in annotations.images]
+    return [image.boxes for image in annotate(data, data.train, boxes=True, parts=False, objects=file).images]
 
 
 def draw_region(boxes: Sequence[Box], geometry: Geometry, size: tuple[int, int]) -> NDArray[np.uint8]:
@@ -160,21 +156,20 @@ def read_images(
 class Batches:
     """Iterates once over images as (uint8 [N, H0, W0, 3], labels int64 [N]) tensors; with regions of 4 channels.
 
-    `epoch` determines order and augmentation: set it before each pass. `workers` processes decode and augment.
+    Global batches have `batch_size` images, without `shuffle_seed` in the samples' order. `share` is the number of this
+    process, which takes its images of each batch, and that of all processes. `workers` processes decode and augment.
+    `epoch` determines order and augmentation: set it before each pass.
     """
 
     def __init__(
         self, images: TrainImages, batch_size: int, *,
         shuffle_seed: int | None = None, workers: int = 0, share: tuple[int, int] = (0, 1),
     ) -> None:  # fmt: skip
-        """Build the loader of global batches of `batch_size` images; without `shuffle_seed` in the samples' order.
-
-        `share` is the number of this process, which takes its images of each batch, and that of all processes.
-        """
         self.images, self.workers, self.epoch = images, workers, 0
         self._batch_size, self._shuffle_seed, (self._rank, self._size) = batch_size, shuffle_seed, share
+        self._keys: list[list[ImageKey]] = []  # those of the current pass
         self._loader: DataLoader[ImageItem] = DataLoader(
-            images, batch_sampler=_LocalPlan(self), collate_fn=_collate, num_workers=workers,
+            images, batch_sampler=self._keys, collate_fn=_collate, num_workers=workers,
             persistent_workers=workers > 0, pin_memory=torch.cuda.is_available(),
             # the seed of the workers must not come from the generator that stochastic depth draws from
             generator=torch.Generator().manual_seed(0),
@@ -198,21 +193,12 @@ class Batches:
         return [share for share in shares if share]
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self._keys[:] = self.local_plan()
         try:
             yield from self._loader
         except UsageError as error:
             # a worker process adds its traceback
             raise UsageError(str(error).strip().rpartition("UsageError: ")[2]) from None
-
-
-@dataclass(frozen=True)
-class _LocalPlan:
-    """The local plan of the current epoch as the DataLoader's batch sampler."""
-
-    batches: Batches
-
-    def __iter__(self) -> Iterator[list[ImageKey]]:
-        return iter(self.batches.local_plan())
 
 
 def _collate(items: list[ImageItem]) -> tuple[Tensor, Tensor]:
@@ -221,15 +207,12 @@ def _collate(items: list[ImageItem]) -> tuple[Tensor, Tensor]:
 
 
 class Loaders(NamedTuple):
-    """This process's batches of each split; `val` and `test` are None without one.
-
-    `copied` says which test images are near copies of training images, bool [N]; None where they were not looked for.
-    """
+    """This process's batches of each split; `val` and `test` are None without one."""
 
     train: Batches
     val: Batches | None
     test: Batches | None
-    copied: NDArray[np.bool_] | None
+    copied: NDArray[np.bool_] | None  # [N], near copies of training images in `test`; None where not looked for
 
 
 def prepare_images(

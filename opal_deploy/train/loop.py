@@ -215,7 +215,8 @@ def fit_frozen(run: Run, network: OpalNetwork, loaders: Loaders, background: lis
         run.log(out_of_fold.compare_plainly(run, network, frozen))
     if frozen.basis is not None:
         head = out_of_fold.new_head(network, frozen, options.seed)
-        frozen.basis.copy_slots(network.head, find_kept_slots(run.data.class_names, run.start)[0], head)
+        if run.start is not None:
+            frozen.basis.copy_slots(network.head, find_kept_slots(run.data.class_names, run.start)[0], head)
     objective = make_objective(options, run.data, head, fitting=True)
     fit_of_head = head_fit.fit_head(head, frozen, objective, fabric, steps=options.head_steps, progress=run.progress)
     if fabric.world_size == 1:
@@ -394,14 +395,13 @@ def record_epoch(
     run = writer.run
     state.records.append(record)
     state.epoch = record.epoch
-    state.checkpoint_metrics = {"epoch": record.epoch, **val.to_dict("val")}
     is_first, improves = state.best is None, is_best(run, val, state)
     if improves:
         state.best, state.best_weights = (record.epoch, val), checkpoints.copy_weights(writer.network)
     if is_first:
         # before last.pt: a process that is killed between the two repeats this epoch
         writer.write_best(state, is_last=record.epoch >= epochs)
-    writer.write_last(state, optimizer)
+    writer.write_last(state, optimizer, val)
     run.log(record.describe(epochs, is_best=improves))
     per_epoch = len(run.data.train) + len(run.data.val)
     run.progress(record.epoch * per_epoch, epochs * per_epoch, f"epoch {record.epoch}/{epochs}")

@@ -149,11 +149,10 @@ def build_network(options: TrainOptions, class_names: Sequence[str], start: Chec
     return network.channels_last()
 
 
-def find_kept_slots(class_names: Sequence[str], start: Checkpoint | None) -> tuple[Tensor, Tensor]:
+def find_kept_slots(class_names: Sequence[str], start: Checkpoint) -> tuple[Tensor, Tensor]:
     """Return the channels of the classes that a checkpoint has too, int64 [k], and their channels there."""
-    names = [] if start is None else start.class_names
+    names, slots = start.class_names, start.network.config.head.prototypes_per_class
     kept = [(label, names.index(name)) for label, name in enumerate(class_names) if name in names]
-    slots = 0 if start is None else start.network.config.head.prototypes_per_class
     columns = torch.tensor(kept, dtype=torch.int64).reshape(-1, 2).T
     rows, others = ((labels[:, None] * slots + torch.arange(slots)).flatten() for labels in columns)
     return rows, others

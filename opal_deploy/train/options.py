@@ -34,7 +34,6 @@ from opal_deploy.runtime.devices import parse_device
 
 # options of one call, which recipes do not have
 _CALL_OPTIONS = frozenset(("recipe", "out", "resume", "overwrite", "compare", "log", "progress"))
-_DATA_OPTIONS = frozenset(("dataset", "boxes"))
 # parts of the OPAL head
 _HEAD_OPTIONS = frozenset(("projection", "cws", "pooling", "anchors", "prototypes", "distance"))
 # how stored configurations and recipes with sections call some options
@@ -204,9 +203,8 @@ class TrainOptions(Options):
         tunes = self.head != "opal" or self.adversarial or self.minutes is not None
         if self.fits_head(new_classes=new_classes) and num_images <= _MAX_FROZEN and not tunes:
             epochs = 0
-        return replace(
-            self, batch_size=self.batch_size or batch_size, epochs=epochs if self.epochs is None else self.epochs
-        )
+        epochs = epochs if self.epochs is None else self.epochs
+        return replace(self, batch_size=self.batch_size or batch_size, epochs=epochs)
 
     def validates_out_of_fold(self, num_images: int, *, new_classes: bool = False) -> bool:
         """Return whether one process fits the head only, and can answer out of fold instead of setting images aside."""
@@ -220,7 +218,7 @@ class TrainOptions(Options):
 
     def to_config(self) -> dict[str, Any]:
         """Return what determines the weights, by the names in checkpoints and config.json."""
-        left_out = _CALL_OPTIONS | _DATA_OPTIONS | _HEAD_OPTIONS | {"size", "head"}
+        left_out = _CALL_OPTIONS | _HEAD_OPTIONS | {"dataset", "boxes", "size", "head"}
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in left_out}
         head = asdict(self.head_config)
         return {**values, "input_size": self.input_size, "weights": self.weights_name, "head": head}
@@ -297,8 +295,7 @@ def resolve(recipe: Mapping[str, Any], options: Mapping[str, Any]) -> TrainOptio
     UsageError: options that contradict each other, or values that no run can have.
     """
     base = dict(recipe)
-    given = {name: value for name, value in options.items() if value is not None}
-    changes = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in given.items()}
+    changes = {name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in options.items() if v is not None}
     if changes.get("head") == "additive" or str(changes.get("start_from", "")).endswith(".onnx"):
         raise UsageError(
             "--head additive, --start-from .onnx: a classifier that is explained as it is keeps its weights; find its "
@@ -333,8 +330,8 @@ def resolve(recipe: Mapping[str, Any], options: Mapping[str, Any]) -> TrainOptio
 def resolve_plain(recipe: Mapping[str, Any], options: Mapping[str, Any]) -> TrainOptions:
     """Return the options by which a run of these options is compared with the network's own classifier, fine-tuned."""
     meant_for_slots = _HEAD_OPTIONS | {"epochs", "stride", "keep_layers", "adversarial", "keep_off", "background"}
-    given = {name: value for name, value in options.items() if name not in meant_for_slots}
-    return resolve(recipe, {**given, "head": "plain", "start_from": None, "resume": not options.get("overwrite")})
+    others = {name: value for name, value in options.items() if name not in meant_for_slots}
+    return resolve(recipe, {**others, "head": "plain", "start_from": None, "resume": not options.get("overwrite")})
 
 
 def default_weights(name: str) -> str:

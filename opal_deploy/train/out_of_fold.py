@@ -116,8 +116,7 @@ def group_copies(pooled: Tensor) -> NDArray[np.int64]:
     """
     # with one sample enough for a cluster: whatever a chain of near copies connects
     neighbours = DBSCAN(eps=1 - COPY_COSINE, min_samples=1, metric="cosine")
-    groups: NDArray[np.int64] = neighbours.fit_predict((pooled - pooled.mean(0)).numpy())
-    return groups
+    return np.asarray(neighbours.fit_predict((pooled - pooled.mean(0)).numpy()))
 
 
 def answer_out_of_fold(run: Run, network: OpalNetwork, frozen: FrozenFeatures, background: Tensor) -> OutOfFold:
@@ -170,9 +169,9 @@ def answer_images_in_memory(
     if network.config.head.evidence != "exact":
         return None
     images = len(frozen.labels) // frozen.views
-    rows = frozen.positions[:images].argsort()
-    rows = rows[choose_samples([run.data.train[position] for position in frozen.positions[rows]], MAX_IMAGES)]
     shown = [run.data.train[position] for position in frozen.positions[:images]]
+    rows = frozen.positions[:images].argsort()
+    rows = rows[choose_samples([shown[row] for row in rows], MAX_IMAGES)]
     neighbours = choose_neighbours(network, shown, frozen.pooled[:images], background)
     return TrainingOutputs(frozen.positions[rows].tolist(), compute_outputs(head, None, frozen, rows), neighbours)
 
@@ -287,8 +286,7 @@ def find_doubtful(probabilities: NDArray[np.float64], labels: NDArray[np.int64])
     counts = np.bincount(labels, minlength=probabilities.shape[1])
     means = np.bincount(labels, own, minlength=probabilities.shape[1]) / np.maximum(counts, 1)
     predicted = probabilities.argmax(axis=1)
-    doubtful: NDArray[np.bool_] = (predicted != labels) & (probabilities.max(axis=1) >= means[predicted])
-    return doubtful
+    return np.asarray((predicted != labels) & (probabilities.max(axis=1) >= means[predicted]))
 
 
 def write_answers(table: Path, page: Path, answers: OutOfFold, data: DataSet, temperature: float | None) -> int:

@@ -166,10 +166,9 @@ def train_runs(plan: Plan, folders: Mapping[str, Path], recipe: str, progress: P
 def _read(path: Path) -> dict[str, Any]:
     """Return the document of a run's file; empty without the file."""
     try:
-        document: dict[str, Any] = read_json(path) if path.is_file() else {}
+        return read_json(path) if path.is_file() else {}
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: not readable ({error}); remove its folder and reproduce again") from None
-    return document
 
 
 def _measure(plan: Plan, row: Row, dataset: str, metric: str) -> dict[str, Any]:
