@@ -4,6 +4,9 @@
 
     penalty = mean over the m slots of the maximum over cells of (share of the cell in the region) * A(slot, cell)
 
+The surroundings of the object are such a region while the head is fitted (`--foreground`). The images of `--background`
+enter no loss: they fit the score that tells unknown images (`loop`).
+
 **Adversarial training**: a box shows the decisive pixels only if changes outside it have no effect. Each image is
 trained on twice: as it is, and changed by a few grey levels outside the boxes of the labelled class. The change is one
 step along the gradient's sign from a random start (Goodfellow et al., ICLR 2015; Wong et al., ICLR 2020) against the
