@@ -85,11 +85,10 @@ class Service(AbstractContextManager["Service"]):
         # None ends the sessions' threads. In Python 3.11, SimpleQueue's get with a timeout may wait for ever
         self._ready: queue.Queue[_Image | None] = queue.Queue()
         self._gathering = threading.Lock()
-        predictors = [
-            BatchPredictor(core, options)
-            for session in sessions
-            for core in (session.split(self._is_busy) if isinstance(session, SplitSession) else [session])
-        ]
+        predictors: list[BatchPredictor] = []
+        for session in sessions:
+            cores = session.split(lambda n: self._in_flight >= n) if isinstance(session, SplitSession) else [session]
+            predictors += [BatchPredictor(core, options) for core in cores]
         self._runners = len(predictors)
         with ExitStack() as stack:
             # per session the batches in flight and the one being gathered
@@ -177,9 +176,6 @@ class Service(AbstractContextManager["Service"]):
             if self._closed:
                 raise RuntimeError("the service is closed")
             self._in_flight += images
-
-    def _is_busy(self, cores: int) -> bool:
-        return self._in_flight >= cores
 
     def _give_back(self, images: int) -> None:
         with self._state:

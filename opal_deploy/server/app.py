@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from http import HTTPStatus
@@ -26,7 +26,7 @@ from opal_deploy.errors import OutOfMemory, StoppedEarly
 from opal_deploy.predict.explain_tensors import BOX, EXPLAIN_SUFFIX, IMAGE, NAME, RECORD, build_explain_requests
 from opal_deploy.records.lines import to_json_line
 from opal_deploy.records.record import Answered, Record
-from opal_deploy.server.bodies import BadRequest, Tensor, build_response, busy, parse_request
+from opal_deploy.server.bodies import JSON_SIZE, BadRequest, build_response, busy, parse_request
 from opal_deploy.server.middleware import RequestMiddleware
 from opal_deploy.server.models import ServedModel, ServerState
 from opal_deploy.server.options import ServeOptions
@@ -34,7 +34,6 @@ from opal_deploy.visualization.pages import load_templates, read_asset, read_evi
 
 T = TypeVar("T")
 VERSION = "1"
-_JSON_SIZE = "Inference-Header-Content-Length"
 _PACKAGE = "opal_deploy.server"
 # of responses with an error record, by its code; 422 for all others
 _STATUS = {
@@ -107,7 +106,7 @@ class _Handlers:
             for specs in model.specs(explains=explains)
         )
         described = {"name": request.path_params["name"], "versions": [VERSION], "inputs": inputs, "outputs": outputs}
-        parameters = model.facts() | {"class_names": model.metadata.class_names}
+        parameters = model.facts() | {"class_names": model.session.metadata.class_names}
         return JSONResponse(described | {"platform": "opal-deploy", "parameters": parameters})
 
     async def metrics(self, request: Request) -> Response:
@@ -116,29 +115,21 @@ class _Handlers:
 
     async def infer(self, request: Request) -> Response:
         model, explains = self._find(request)
-        _check_capacity(model)
-        async with self._state.bodies.read(request) as body:
+        async with self._state.bodies.read(request, model.service) as body:
             inputs, outputs = model.specs(explains=explains)
-            json_size = _parse_number(_JSON_SIZE, request.headers.get(_JSON_SIZE, str(len(body))), len(body))
+            json_size = _parse_number(JSON_SIZE, request.headers.get(JSON_SIZE, str(len(body))), len(body))
             # long JSON would hold up the other requests
             parsed = await asyncio.to_thread(parse_request, body, json_size, inputs, outputs, model.service.capacity)
             request.state.images = len(next(iter(parsed.inputs.values())))
-            tensors: dict[str, Tensor]
             if explains:
-                images: Any = parsed.inputs[IMAGE]
-                names: Any = parsed.inputs.get(NAME)
-                records = await _classify(self._state, model, images, names, parsed.inputs.get(BOX))
-                tensors = {RECORD: [to_json_line(record).rstrip(b"\n") for record in records]}
+                records = await self._classify(model, parsed.inputs)
+                tensors: dict[str, Any] = {RECORD: [to_json_line(record).rstrip(b"\n") for record in records]}
             else:
-                pixels: Any = parsed.inputs[INPUT]
-                rows = await _run_jobs(self._state, lambda: model.service.submit_pixels(pixels, wait=False))
+                rows = await self._run_jobs(lambda: model.service.submit_pixels(parsed.inputs[INPUT], wait=False))
                 arrays = Outputs.concatenate(rows).to_arrays()
                 # in Triton every tensor has a dimension besides N
                 tensors = {name: array[:, None] if array.ndim == 1 else array for name, array in arrays.items()}
-            content, size = build_response(request.path_params["name"], parsed, outputs, tensors)
-        if size is None:
-            return Response(content, media_type="application/json")
-        return Response(content, headers={_JSON_SIZE: str(size)}, media_type="application/octet-stream")
+            return build_response(request.path_params["name"], parsed, outputs, tensors)
 
     async def explain(self, request: Request) -> Response:
         name = request.query_params.get("model", self._state.models[0].name)
@@ -146,11 +137,10 @@ class _Handlers:
         request.state.model, request.state.images = name, 1
         if unknown := set(request.query_params) - {"model", "name"}:
             raise BadRequest(f"parameter {min(unknown)[:20]!r} found; expected model or name; crop before sending")
-        _check_capacity(model)
-        async with self._state.bodies.read(request) as body:
+        async with self._state.bodies.read(request, model.service) as body:
             # only a text in the record: no file of that name is opened
             image_name = request.query_params.get("name", "").encode("utf-8", "replace")
-            (record,) = await _classify(self._state, model, [body], [image_name])
+            (record,) = await self._classify(model, {IMAGE: [body], NAME: [image_name]})
         if isinstance(record, Answered):
             return Response(to_json_line(record), media_type="application/json")
         problem = record.error
@@ -161,7 +151,7 @@ class _Handlers:
     async def patches(self, request: Request) -> Response:
         """Return the patches of training images for the slots of the class `class`, and how far they reach in cells."""
         model, _ = self._state.find(request.query_params.get("model", self._state.models[0].name))
-        metadata = model.metadata
+        metadata = model.session.metadata
         class_id = _parse_number("class", request.query_params.get("class", ""), metadata.num_classes - 1)
         patches = {} if metadata.known_patches is None else metadata.known_patches.to_page(class_id)
         return JSONResponse({"reach": metadata.reach, "patches": patches})
@@ -188,54 +178,44 @@ class _Handlers:
         request.state.model = request.path_params["name"]
         return model
 
+    async def _classify(self, model: ServedModel, inputs: Mapping[str, Any]) -> list[Record]:
+        """Return and note the records of image files, signed with `--sign`; raise BadRequest, or as `_run_jobs`."""
+        try:
+            requests = build_explain_requests(inputs[IMAGE], inputs.get(NAME), inputs.get(BOX))
+        except ValueError as error:
+            raise BadRequest(str(error)) from None
+        submit = model.service.submit_requests
+        records = await self._run_jobs(lambda: submit(requests, lambda result: result.record, wait=False))
+        if model.signer is not None:
+            records = [model.signer.sign(record) for record in records]
+        for record in records:
+            self._state.metrics.count_record(model.name, record)
+            if self._state.records is not None:
+                self._state.records.write(record)
+        return records
+
+    async def _run_jobs(self, submit: Callable[[], list[Future[T]]]) -> list[T]:
+        """Submit jobs and return their results; after the time limit those that have not begun are cancelled.
+
+        Raises HTTPException if the service is full or too slow, or if its device was lost.
+        """
+        seconds = self._state.options.request_timeout
+        try:
+            futures = submit()
+            async with asyncio.timeout(seconds):
+                return await asyncio.gather(*map(asyncio.wrap_future, futures))
+        except queue.Full as error:
+            raise busy(str(error)) from None
+        except TimeoutError:
+            raise HTTPException(HTTPStatus.GATEWAY_TIMEOUT, f"not answered within {seconds:g} s") from None
+        except StoppedEarly as error:
+            if not isinstance(error, OutOfMemory):
+                self._state.problem, self._state.failed = str(error), True
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from None
+
 
 def _answer_health(healthy: dict[str, Any], problem: str) -> Response:
     return JSONResponse({"error": problem}, HTTPStatus.SERVICE_UNAVAILABLE) if problem else JSONResponse(healthy)
-
-
-async def _classify(
-    state: ServerState, model: ServedModel, images: Sequence[bytes], names: Sequence[bytes] | None, boxes: Any = None
-) -> list[Record]:
-    """Return and note the records of image files, signed if the server signs; raise BadRequest, or as `_run_jobs`."""
-    try:
-        requests = build_explain_requests(images, names, boxes)
-    except ValueError as error:
-        raise BadRequest(str(error)) from None
-    submit = model.service.submit_requests
-    records = await _run_jobs(state, lambda: submit(requests, lambda result: result.record, wait=False))
-    if model.signer is not None:
-        records = [model.signer.sign(record) for record in records]
-    for record in records:
-        state.metrics.count_record(model.name, record)
-        if state.records is not None:
-            state.records.write(record)
-    return records
-
-
-async def _run_jobs(state: ServerState, submit: Callable[[], list[Future[T]]]) -> list[T]:
-    """Submit jobs and return their results; after the time limit those that have not begun are cancelled.
-
-    Raises HTTPException if the service is full or too slow, or if its device was lost.
-    """
-    seconds = state.options.request_timeout
-    try:
-        futures = submit()
-        async with asyncio.timeout(seconds):
-            return await asyncio.gather(*map(asyncio.wrap_future, futures))
-    except queue.Full as error:
-        raise busy(str(error)) from None
-    except TimeoutError:
-        raise HTTPException(HTTPStatus.GATEWAY_TIMEOUT, f"not answered within {seconds:g} s") from None
-    except StoppedEarly as error:
-        if not isinstance(error, OutOfMemory):
-            state.problem, state.failed = str(error), True
-        raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from None
-
-
-def _check_capacity(model: ServedModel) -> None:
-    """Raise HTTPException, before a body is read, if no more images may be in flight."""
-    if model.service.in_flight >= model.service.capacity:
-        raise busy(f"{model.service.in_flight} images are in flight")
 
 
 def _parse_number(name: str, text: str, limit: int) -> int:

@@ -13,7 +13,7 @@ import struct
 import time
 import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from math import prod
@@ -26,7 +26,9 @@ import orjson
 from numpy.typing import NDArray
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
+from opal_deploy.api.service import Service
 from opal_deploy.server.options import ServeOptions
 
 # bodies of the largest size that may be in memory
@@ -36,6 +38,8 @@ _CONCURRENT_INFLATIONS = 2
 _ENCODINGS = ("gzip", "x-gzip", "deflate")
 _CHUNK, _INFLATE_SECONDS = 64 << 10, 5.0
 _CLIENT_LEFT = 499
+# the length of a message's JSON, if tensors follow it
+JSON_SIZE = "Inference-Header-Content-Length"
 # numbers as an array, BYTES as a list of elements, one per row
 Tensor: TypeAlias = NDArray[Any] | list[bytes]
 
@@ -71,12 +75,14 @@ class BodyReader:
         self._inflating = asyncio.Semaphore(_CONCURRENT_INFLATIONS)
 
     @asynccontextmanager
-    async def read(self, request: Request) -> AsyncIterator[bytes]:
+    async def read(self, request: Request, service: Service) -> AsyncIterator[bytes]:
         """Yield a request's decompressed body, which counts as held until the block is left.
 
-        Raises HTTPException for a body that is too large, too slow or not what its headers say, if too many bytes are
-        held, and if the client leaves.
+        Raises HTTPException for a body that is too large, too slow or not what its headers say, if the service is full
+        or too many bytes are held, and if the client leaves.
         """
+        if service.in_flight >= service.capacity:
+            raise busy(f"{service.in_flight} images are in flight")
         encoding = request.headers.get("content-encoding", "").strip().lower()
         held: list[int] = []
         try:
@@ -158,10 +164,6 @@ class TensorSpec:
     optional: bool = False
     is_file: bool = False
 
-    def __str__(self) -> str:
-        """Return datatype and shape."""
-        return f"{self.datatype} [{', '.join('N' if n == -1 else str(n) for n in self.shape)}]"
-
     def refuse(self, reason: str) -> BadRequest:
         """Return the error of a request whose tensor cannot be used."""
         return BadRequest(f"input {self.name!r}: {reason}")
@@ -171,7 +173,7 @@ class InferRequest(NamedTuple):
     """An inference request: its id (empty for none), inputs by name, and whether each wanted output is to be binary."""
 
     id: str
-    inputs: dict[str, Tensor]
+    inputs: dict[str, Any]
     outputs: dict[str, bool]
 
 
@@ -203,21 +205,18 @@ class _Document(msgspec.Struct):
 def parse_request(
     body: bytes, json_size: int, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], max_images: int
 ) -> InferRequest:
-    """Parse the body of a request; raise BadRequest if it does not follow the protocol, or does not fit the model.
+    """Parse a body whose first `json_size` bytes are JSON, for a model with these inputs and outputs.
 
-    Args:
-        body: the whole body.
-        json_size: bytes of JSON before the binary tensors, at most all.
-        inputs, outputs: the model's.
-        max_images: maximum number of rows, checked before memory is taken for them.
+    Raises BadRequest if the body does not follow the protocol, does not fit the model, or has over `max_images` rows.
     """
     document = _parse_json(body[:json_size])
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Any] = {}
     binary = memoryview(body)[json_size:]
     for raw in document.inputs:
         spec = _find_spec(raw.name, inputs, "input")
         shape, size = _read_shape(raw, spec), raw.parameters.binary_data_size
         if shape[0] > max_images:
+            # before memory is taken for them
             raise BadRequest(f"{shape[0]} images found; expected at most {max_images}; send several requests")
         if size is None:
             tensors[spec.name] = _parse_json_tensor(raw, spec, shape)
@@ -237,35 +236,33 @@ def parse_request(
 
 
 def build_response(
-    model: str, request: InferRequest, specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor]
-) -> tuple[bytes, int | None]:
-    """Return the body of a response and the length of its JSON, None where all of it is JSON.
+    model: str, request: InferRequest, specs: Sequence[TensorSpec], tensors: Mapping[str, Any]
+) -> Response:
+    """Return a response; `specs` are the outputs of the model called `model`, `tensors` their values.
 
-    `specs` are the outputs of the model called `model`, `tensors` their values; a list of BYTES has the shape [N, 1].
+    A list of BYTES has the shape [N, 1].
     """
     described: list[dict[str, Any]] = []
     parts: list[bytes] = []
     datatypes = {spec.name: spec.datatype for spec in specs}
     for name, as_binary in request.outputs.items():
         tensor = tensors[name]
-        shape = [len(tensor), 1] if isinstance(tensor, list) else list(tensor.shape)
+        is_bytes = isinstance(tensor, list)
+        shape = [len(tensor), 1] if is_bytes else tensor.shape
         document: dict[str, Any] = {"name": name, "datatype": datatypes[name], "shape": shape}
-        if as_binary and isinstance(tensor, list):
-            parts.append(b"".join(_LENGTH.pack(len(element)) + element for element in tensor))
-        elif as_binary:
-            parts.append(np.ascontiguousarray(tensor).tobytes())
-        elif isinstance(tensor, list):
-            document["data"] = [element.decode("utf-8", "replace") for element in tensor]
-        else:
-            document["data"] = np.ascontiguousarray(tensor).reshape(-1)
         if as_binary:
+            elements = (_LENGTH.pack(len(element)) + element for element in tensor)
+            parts.append(b"".join(elements) if is_bytes else tensor.tobytes())
             document["parameters"] = {"binary_data_size": len(parts[-1])}
+        else:
+            document["data"] = [element.decode(errors="replace") for element in tensor] if is_bytes else tensor.ravel()
         described.append(document)
-    response: dict[str, Any] = {"model_name": model, "model_version": "1"}
-    if request.id:
-        response["id"] = request.id
+    response = {"model_name": model, "model_version": "1"} | ({"id": request.id} if request.id else {})
     header = orjson.dumps(response | {"outputs": described}, option=orjson.OPT_SERIALIZE_NUMPY)
-    return (b"".join([header, *parts]), len(header)) if parts else (header, None)
+    if not parts:
+        return Response(header, media_type="application/json")
+    headers = {JSON_SIZE: str(len(header))}
+    return Response(b"".join([header, *parts]), headers=headers, media_type="application/octet-stream")
 
 
 def _parse_json(body: bytes) -> _Document:
@@ -292,7 +289,8 @@ def _read_shape(raw: _Input, spec: TensorSpec) -> tuple[int, ...]:
     shape = [*raw.shape, 1] if spec.datatype == "BYTES" and len(raw.shape) == 1 else raw.shape
     fits = len(shape) == len(spec.shape) and all(m in (-1, n) for n, m in zip(shape, spec.shape, strict=True))
     if not fits or not shape[0]:
-        raise spec.refuse(f"shape {shape[:8]} found; expected {spec}")
+        expected = ", ".join("N" if n == -1 else str(n) for n in spec.shape)
+        raise spec.refuse(f"shape {shape[:8]} found; expected {spec.datatype} [{expected}]")
     return tuple(shape)
 
 
@@ -304,12 +302,10 @@ def _parse_binary(data: memoryview, spec: TensorSpec, shape: tuple[int, ...]) ->
         return np.frombuffer(data, DTYPES[spec.datatype]).reshape(shape)
     elements: list[bytes] = []
     offset = 0
-    # a length that is cut off ends the loop
-    with suppress(struct.error):
-        for _ in range(shape[0]):
-            (length,) = _LENGTH.unpack_from(data, offset)
-            offset += _LENGTH.size + length
-            elements.append(bytes(data[offset - length : offset]))
+    while len(elements) < shape[0] and offset + _LENGTH.size <= len(data):
+        (length,) = _LENGTH.unpack_from(data, offset)
+        offset += _LENGTH.size + length
+        elements.append(bytes(data[offset - length : offset]))
     if len(elements) != shape[0] or offset != len(data):
         raise spec.refuse(f"{len(data)} bytes are not {shape[0]} elements")
     return elements

@@ -13,7 +13,6 @@ from starlette.exceptions import HTTPException
 
 from opal_deploy._version import __version__
 from opal_deploy.api.service import Service
-from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import INPUT, tensor_specs
 from opal_deploy.predict.explain_tensors import BOX, EXPLAIN_SUFFIX, IMAGE, NAME, RECORD
 from opal_deploy.predict.prepare import InferenceOptions
@@ -28,12 +27,11 @@ from opal_deploy.server.options import ServeOptions
 from opal_deploy.server.telemetry import Metrics, RecordFile, ServerLog
 from opal_deploy.sources.image import InputImage
 
-_EXPLAIN_INPUTS = [
+_EXPLAIN_SPECS = [
     TensorSpec(IMAGE, "BYTES", (-1, 1), is_file=True), TensorSpec(NAME, "BYTES", (-1, 1), optional=True),
     TensorSpec(BOX, "FP32", (-1, 4), optional=True),
-]  # fmt: skip
+], [TensorSpec(RECORD, "BYTES", (-1, 1))]  # fmt: skip
 _DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
-_EXPLAIN_SPECS = (_EXPLAIN_INPUTS, [TensorSpec(RECORD, "BYTES", (-1, 1))])
 # images in flight per model, by default
 _QUEUED_BATCHES = 8
 
@@ -49,14 +47,9 @@ class ServedModel:
     service: Service
     signer: Signer | None = None
 
-    @property
-    def metadata(self) -> Metadata:
-        """The model's metadata."""
-        return self.session.metadata
-
     def facts(self) -> dict[str, str]:
         """Return facts about the model for clients and dashboards."""
-        metadata = self.metadata
+        metadata = self.session.metadata
         return {
             "opal_deploy": __version__, "file": self.path.name, "model_sha256": self.options.model_sha256 or "",
             "session": self.session.description, "evidence": metadata.evidence, "precision": metadata.precision,
@@ -69,9 +62,9 @@ class ServedModel:
         if explains:
             return _EXPLAIN_SPECS
         # the session normalises where the graph does not; in Triton every tensor has a dimension besides N
-        return [TensorSpec(INPUT, "UINT8", (-1, *self.metadata.input_size, 3))], [
+        return [TensorSpec(INPUT, "UINT8", (-1, *self.session.metadata.input_size, 3))], [
             TensorSpec(name, _DATATYPES[np.dtype(dtype)], (-1, *(shape or (1,))))
-            for name, (shape, dtype) in tensor_specs(self.metadata).items()
+            for name, (shape, dtype) in tensor_specs(self.session.metadata).items()
             if name != INPUT
         ]
 
@@ -83,15 +76,14 @@ class ServerState:
     empty while the server is healthy. `failed`: only a restart can help. `stopping`: the end has begun.
     """
 
-    def __init__(
-        self, options: ServeOptions | None = None, *, token: str | None = None, log: ServerLog | None = None
-    ) -> None:
-        self.options = options or ServeOptions()
+    def __init__(self, options: ServeOptions, *, token: str | None = None) -> None:
+        self.options = options
         self.models: list[ServedModel] = []
-        self.bodies = BodyReader(self.options)
+        self.bodies = BodyReader(options)
         self.metrics = Metrics()
-        self.log = log or ServerLog("off")
-        self.records = None if self.options.records is None else RecordFile(Path(self.options.records), self.log)
+        self.log = ServerLog(options.log_format)
+        self.records = None if options.records is None else RecordFile(Path(options.records), self.log)
+        self.signer = None if options.sign is None else Signer(options.sign, self.log.message)
         self.token = token
         self.problem, self.failed, self.stopping = "", False, False
 
@@ -103,14 +95,10 @@ class ServerState:
         known = ", ".join(f"{model.name}, {model.name}{EXPLAIN_SUFFIX}" for model in self.models)
         raise HTTPException(HTTPStatus.NOT_FOUND, f"model {name[:80]!r} not found; available: {known}")
 
-    def load(
-        self, name: str, path: Path, sessions: Sequence[Session], sha256: str | None, signer: Signer | None = None
-    ) -> ServedModel:
+    def load(self, name: str, path: Path, sessions: Sequence[Session], sha256: str | None) -> ServedModel:
         """Warm up a model with the server's options, one session per device.
 
-        Raises:
-            UsageError: the model does not support an option.
-            StoppedEarly: a device was lost, or no decoder starts.
+        Raises UsageError for an unsupported option, StoppedEarly if a device was lost or no decoder starts.
         """
         options, metadata, log = self.options, sessions[0].metadata, self.log.message
         check_model(path, metadata, explain=False, boxed=True, top=options.top, log=log)
@@ -135,7 +123,7 @@ class ServerState:
         blank = InputImage(None, b"no image")
         for future in service.submit_requests([blank] * min(inference.workers, service.capacity), lambda result: None):
             future.result()
-        model = ServedModel(name, path, sessions[0], inference, service, signer)
+        model = ServedModel(name, path, sessions[0], inference, service, self.signer)
         self.models.append(model)
         self.metrics.images_in_flight.labels(name).set_function(lambda: service.in_flight)
         self.metrics.model.labels(name).info(model.facts())

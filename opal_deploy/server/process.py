@@ -19,11 +19,9 @@ from granian.server.embed import Server
 from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
 from opal_deploy.predict.prepare import raise_pillow_limit
 from opal_deploy.predict.setup import find_default_model, load_model
-from opal_deploy.records.signatures import Signer
 from opal_deploy.server.app import create_app
 from opal_deploy.server.models import ServerState
 from opal_deploy.server.options import ServeOptions, read_token
-from opal_deploy.server.telemetry import ServerLog
 
 # for the head of a request to arrive, even the first one of a connection and after each answer
 _HEAD_SECONDS = 10.0
@@ -46,9 +44,8 @@ def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
         StoppedEarly: a device was lost.
     """
     raise_pillow_limit(options.max_pixels)
-    state = ServerState(options, token=read_token(options.token_file), log=ServerLog(options.log_format))
+    state = ServerState(options, token=read_token(options.token_file))
     log = state.log.message
-    signer = None if options.sign is None else Signer(options.sign, log)
     with contextlib.ExitStack() as stack:
         # before the models are loaded, which may take minutes
         placeholder = stack.enter_context(bind(options.host, options.port))
@@ -62,12 +59,12 @@ def serve_models(models: Mapping[str, Path], options: ServeOptions) -> None:
         stack.callback(state.close)
         for name, path in models.items():
             model = load_model(path, device=options.device, threads=options.threads, runtime=options.runtime, log=log)
-            served = state.load(name, path, model.sessions, model.fingerprint["sha256"], signer)
+            served = state.load(name, path, model.sessions, model.fingerprint["sha256"])
             log(f"{name}: {path} in {served.session.description}, batches of {served.options.batch}")
         if state.token is None and options.host not in ("127.0.0.1", "::1", "localhost"):
             log("Anyone who can reach this address can send requests: set --token-file, or use an authenticating proxy")
-        if signer is not None:
-            log(f"Signing records with the key {signer.fingerprint}")
+        if state.signer is not None:
+            log(f"Signing records with the key {state.signer.fingerprint}")
         host = f"[{options.host}]" if ":" in options.host else options.host
         address = f"http://{host}:{placeholder.getsockname()[1]}"
         header = "" if state.token is None else ' --header "Authorization: Bearer $TOKEN"'

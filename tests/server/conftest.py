@@ -36,14 +36,15 @@ def serving():
 
 
 @contextmanager
-def _serving(sessions, *, path=Path("model.onnx"), token=None, log=None, signer=None, **options):
+def _serving(sessions, *, path=Path("model.onnx"), token=None, **options):
     with ExitStack() as stack:
         # no request is on its way when a test ends
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(process, "_LAST_CALL_SECONDS", 0)
-        state = ServerState(ServeOptions(**({"queue": 64, "batch": 4, "workers": 2} | options)), token=token, log=log)
+        defaults = {"queue": 64, "batch": 4, "workers": 2, "log_format": "off"}
+        state = ServerState(ServeOptions(**(defaults | options)), token=token)
         stack.callback(state.close)
         for name, session in sessions.items():
-            state.load(name, path, [session], None, signer)
+            state.load(name, path, [session], None)
         placeholder = process.bind("127.0.0.1", 0)
         port, listening = placeholder.getsockname()[1], threading.Event()
         serve = process.serve_app(state, placeholder, listening.set)

@@ -16,7 +16,7 @@ from starlette.routing import Mount
 import opal_deploy
 from opal_deploy.errors import UsageError
 from opal_deploy.records.lines import read_lines
-from opal_deploy.records.signatures import PublicKeys, Signer
+from opal_deploy.records.signatures import PublicKeys
 from opal_deploy.server.models import ServerState
 from opal_deploy.server.options import ServeOptions
 from tests.bright import BrightSession
@@ -90,10 +90,10 @@ def test_every_answer_is_signed(serving, exact_session, picture, tmp_path):
     key = ed25519.Ed25519PrivateKey.generate()
     write(tmp_path / "key.pem", key)
     write(tmp_path / "public.pem", key, public=True)
-    signer, data = Signer(tmp_path / "key.pem", lambda text: None), picture.read_bytes()
+    data = picture.read_bytes()
     tensor = {"name": "image", "datatype": "BYTES", "shape": [1, 1], "parameters": {"content_type": "base64"}}
     document = {"inputs": [{**tensor, "data": [base64.b64encode(data).decode()]}]}
-    with serving({"exact": exact_session}, signer=signer) as running:
+    with serving({"exact": exact_session}, sign=tmp_path / "key.pem") as running:
         infer = httpx.post(f"{running.url}/v2/models/exact_explain/infer", json=document).json()
         parameters = httpx.get(f"{running.url}/v2/models/exact").json()["parameters"]
         records = [

@@ -21,7 +21,6 @@ from starlette.exceptions import HTTPException
 
 from opal_deploy.server import process
 from opal_deploy.server.bodies import MAX_JSON_VALUES, BadRequest, inflate, parse_request
-from opal_deploy.server.telemetry import ServerLog
 from tests.bright import BrightSession, wait_until
 
 INFER = "/v2/models/light/infer"
@@ -244,7 +243,7 @@ def test_a_lost_device_makes_the_server_unwell_and_end(serving):
 
 
 def test_requests_are_logged_and_counted(serving, capsys):
-    with serving({"light": BrightSession()}, log=ServerLog("json"), min_margin=2.0) as running:
+    with serving({"light": BrightSession()}, log_format="json", min_margin=2.0) as running:
         trace = {"traceparent": f"00-{'a1' * 16}-{'b2' * 8}-01"}
         for data in (picture(), b"junk"):
             httpx.post(f"{running.url}/explain", content=data, headers={"X-Request-ID": "mine", **trace})

@@ -19,7 +19,7 @@ import pytest
 from opal_deploy.cli.serve import parse_models
 from opal_deploy.errors import ExitCode, StoppedEarly, UsageError
 from opal_deploy.server.models import ServerState
-from opal_deploy.server.options import read_token
+from opal_deploy.server.options import ServeOptions, read_token
 from opal_deploy.server.process import bind, run_server
 from tests.bright import BrightSession, wait_until
 from tests.server.test_limits import send_pixels
@@ -62,7 +62,7 @@ def test_a_stopping_server_listens_while_it_is_not_ready_and_a_second_signal_end
 
 
 def test_a_lost_device_ends_the_process_as_stopped_early():
-    state = ServerState()
+    state = ServerState(ServeOptions())
     state.problem, state.failed = "the device was lost", True
     with bind("127.0.0.1", 0) as placeholder, pytest.raises(StoppedEarly, match="lost"):
         run_server(state, placeholder)
