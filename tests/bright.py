@@ -2,7 +2,9 @@
 
 import threading
 import time
+import tracemalloc
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,11 +123,22 @@ def save(path, size=(60, 40), shade=90):
     return path
 
 
-def wait_until(condition):
+def wait_until(condition, seconds=0.01):
     limit = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < limit
-        time.sleep(0.01)
+        time.sleep(seconds)
+
+
+@contextmanager
+def memory_under(limit):
+    """Fail if Python's objects of the block take more bytes than this at any moment."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < limit
+    finally:
+        tracemalloc.stop()
 
 
 def own_threads():

@@ -30,6 +30,17 @@ def open_browser(*flags):
         browser.close()
 
 
+def serve_folders(page, *folders):
+    """Answer the page's requests to http://localhost/ with the files of these folders."""
+
+    def serve(route):
+        name = route.request.url.removeprefix("http://localhost/").partition("?")[0] or "index.html"
+        paths = [folder / name for folder in folders if (folder / name).is_file()]
+        route.fulfill(path=paths[0]) if paths else route.fulfill(status=404)
+
+    page.route("http://localhost/**", serve)
+
+
 def find_violations(page):
     """Return what axe finds; the page's context has to bypass its content security policy."""
     page.evaluate(AXE.read_text(encoding="utf-8") + "; 0")

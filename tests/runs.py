@@ -4,11 +4,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from tests.bright import wait_until
 from tests.cli.calls import MAIN
 
 # in place of a decoder or a runtime that ends its process: decoding is not isolated in these tests
@@ -73,14 +73,14 @@ class Infer:
         stdout, stderr = process.communicate(timeout=120)
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
-    def wait_for(self, out, count, process):
-        """Wait until there are so many records."""
+    def count(self, out="out"):
+        """Return the number of lines of results.jsonl."""
         path = self.cwd / out / "results.jsonl"
-        deadline = time.monotonic() + 60
-        while not path.exists() or path.read_bytes().count(b"\n") < count:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def wait_for(self, out, count, process):
+        """Wait until there are so many records, or the process has ended."""
+        wait_until(lambda: self.count(out) >= count or process.poll() is not None, seconds=0.002)
 
     def files(self, out):
         """Return the files of a run, without those that name times and commands."""

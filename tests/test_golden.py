@@ -31,10 +31,12 @@ def call(opal, folder):
     return lambda *arguments: opal(*arguments, cwd=folder)
 
 
-def test_every_model_is_inspected(call):
+def test_every_model_is_inspected(call, folder):
     for name in (*MODELS, "model.engine"):
         document = json.loads(check(call("inspect", name, "--json")).stdout)
         assert document.get("intact", True), name
+    sidecar = check_engine(folder / "model.engine")
+    assert (sidecar.metadata.known_baseline is not None, sidecar.onnx["file"]) == (True, "c.onnx")
 
 
 def test_every_model_that_a_cpu_runs_reproduces_its_vectors_and_the_records_of_that_time(call):
@@ -82,9 +84,3 @@ def test_an_interrupted_training_goes_on(call, folder):
     check(call(*TRAINING, "--resume"))
     after = (folder / "training/metrics.csv").read_text("utf-8").splitlines()
     assert (after[: len(before)], len(after)) == (before, 4)
-
-
-def test_the_sidecar_of_an_engine_is_read(folder):
-    sidecar = check_engine(folder / "model.engine")
-    assert sidecar.metadata.known_baseline is not None
-    assert sidecar.onnx["file"] == "c.onnx"

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 import opal_deploy
+from tests.cli.calls import check
 
 BOX = (10, 20, 70, 80)
 
@@ -108,8 +109,7 @@ def test_records_are_what_the_cli_writes(model, images, exact_model, tmp_path, o
     paths = [*images, images[0].parent / "broken.png"]
     # batches of one, on one thread: the same arithmetic to the last bit
     options = ["--out", tmp_path / "out", "--explain", "--batch", "1", "--threads", "1", "--device", "cpu"]
-    done = opal("infer", *paths, "--model", exact_model, *options)
-    assert done.returncode == 3, done.stderr
+    check(opal("infer", *paths, "--model", exact_model, *options), 3)
     written = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text("utf-8").splitlines()]
     for record in written:
         record.pop("overlay", None)

@@ -12,6 +12,7 @@ from PIL import Image
 
 from opal_deploy import Explanation, Explanations, ImageError, UsageError
 from opal_deploy.records.build import error_record
+from tests.cli.calls import check
 
 ELEMENTS = {"div", "p", "strong", "table", "thead", "tbody", "tr", "th", "td", "span"}
 BOX = (10, 20, 70, 80)
@@ -72,8 +73,7 @@ def test_a_record_saves_the_drawings_of_the_commands(model, paths, opal, exact_m
     assert record.save_overlay(tmp_path / "new/overlay.jpg").is_file()
     sheet = record.save_sheet(tmp_path / "sheet.svg").read_text("utf-8")
     if kind == "path":
-        done = opal("explain", paths[0], "--model", exact_model, "--out", tmp_path / "cli.svg", "--threads", "1")
-        assert done.returncode == 0, done.stderr
+        check(opal("explain", paths[0], "--model", exact_model, "--out", tmp_path / "cli.svg", "--threads", "1"))
         assert sheet == (tmp_path / "cli.svg").read_text("utf-8")
 
 

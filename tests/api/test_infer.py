@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import opal_deploy
+from tests.cli.calls import check
 
 TIMES = ("started", "ended", "resumed", "seconds", "images_per_second", "time", "new_images")
 
@@ -32,8 +33,7 @@ def read_run(out):
 
 def test_it_writes_what_the_command_writes_also_after_an_interruption(folder, exact_model, opal):
     options = ["--out", "out", "--explain", "--labels", "folders", "--format", "csv", "--batch", "2"]
-    done = opal("infer", "in", "--model", exact_model, *options, "--threads", "1")
-    assert done.returncode == 3, done.stderr
+    check(opal("infer", "in", "--model", exact_model, *options, "--threads", "1"), 3)
     expected = read_run(folder / "out")
     (folder / "out").rename(folder / "command")
 

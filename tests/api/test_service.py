@@ -19,7 +19,7 @@ from opal_deploy.api.service import Service
 from opal_deploy.errors import ArtifactError, StoppedEarly
 from opal_deploy.predict.prepare import InferenceOptions
 from opal_deploy.sources.image import InputImage
-from tests.bright import BrightSession, QueuedSession, own_threads
+from tests.bright import BrightSession, QueuedSession, own_threads, wait_until
 
 
 def array(shade):
@@ -79,8 +79,7 @@ def test_waiting_images_go_in_full_batches_and_one_alone_by_itself(kind, batch, 
     session.hold = hold = threading.Event()
     with Service([session], InferenceOptions(batch=batch), max_wait=0.0) as service:
         first = service.submit(array(0))
-        while not first.running():
-            time.sleep(0.001)
+        wait_until(first.running)
         rest = [service.submit(array(shade)) for shade in range(1, 10)]
         time.sleep(0.3)
         hold.set()
@@ -111,8 +110,7 @@ def test_a_cancelled_image_is_never_predicted():
     session = BrightSession(hold=hold)
     with Service([session], InferenceOptions(batch=1, workers=1), max_wait=0.0, capacity=4) as service:
         first, second, third, fourth = (service.submit(array(shade)) for shade in range(4))
-        while not first.running():
-            time.sleep(0.001)
+        wait_until(first.running)
         assert not first.cancel()
         assert second.cancel()
         assert fourth.cancel()
@@ -132,8 +130,7 @@ def test_pixels_share_batches_with_images_enter_all_or_none_and_wait_only_for_ot
     pixels = np.stack([array(shade)[4:36, 4:36] for shade in range(3)])
     with Service([session], InferenceOptions(batch=4), max_wait=600, capacity=5) as service:
         (alone,) = service.submit_pixels(pixels[:1])
-        while not alone.running():
-            time.sleep(0.001)
+        wait_until(alone.running)
         outputs = service.submit_pixels(pixels)
         with pytest.raises(queue.Full, match="4 images are in flight"):
             service.submit_pixels(pixels[:2], wait=False)
@@ -164,8 +161,7 @@ def test_closing_under_load_finishes_what_was_taken_and_refuses_more():
     threads = [threading.Thread(target=caller) for _ in range(3)]
     for thread in threads:
         thread.start()
-    while len(taken) < 100:
-        time.sleep(0.001)
+    wait_until(lambda: len(taken) >= 100)
     service.close()
     for thread in threads:
         thread.join(30)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.calls import check
+
 ROOT, SCRIPT = Path(__file__).parents[2], Path(__file__).with_name("tasks.py")
 # its baseline and OOD score are measured
 MODEL = ROOT / "opal_deploy/cli/demo/creatures.onnx"
@@ -15,10 +17,8 @@ PYRIGHT = ROOT / ".ort-web/node_modules/.bin/pyright"
 
 def test_the_tasks_run(make_pictures, tmp_path):
     make_pictures(tmp_path / "images/bimlu", 20)
-    done = subprocess.run(
-        [sys.executable, SCRIPT, MODEL, tmp_path / "images", tmp_path], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, SCRIPT, MODEL, tmp_path / "images", tmp_path]
+    done = check(subprocess.run(command, capture_output=True, text=True))
     first, last = done.stdout.strip().splitlines()[-2:]
     assert "sheet.png 20 " in first
     assert last.split()[:1] + last.split()[2:] == ["True", "20", "file", "20", "20", "50"]

@@ -76,5 +76,4 @@ def test_a_wrong_call_is_answered_in_one_line(opal, exact_model, call, message):
 
 
 def test_one_model_is_no_comparison(opal, exact_model):
-    done = check(opal("bench", "compare", exact_model, "--device", "cpu"), 2)
-    assert "give two models" in done.stderr
+    assert "give two models" in check(opal("bench", "compare", exact_model, "--device", "cpu"), 2).stderr

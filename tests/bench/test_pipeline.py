@@ -6,8 +6,6 @@ import time
 import numpy as np
 import pytest
 
-from opal_deploy.artifact.metadata import Metadata
-from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.preprocessing import InputForm
 from opal_deploy.bench.measurement import Target
 from opal_deploy.bench.models import TimedModel
@@ -15,24 +13,16 @@ from opal_deploy.bench.options import PipelineOptions
 from opal_deploy.bench.pipeline import decode_images, measure_pipeline
 from opal_deploy.errors import UsageError
 from opal_deploy.sources.image import InputImage
+from tests.bright import BrightSession
 from tests.cli.calls import check
 
-METADATA = Metadata(("a", "b"), 2, {"distance": "l2", "epsilon": 1e-8}, "exact", "none", (4, 4), (32, 32))
 
-
-class SleepingSession:
-    """Takes so many seconds a batch."""
-
-    device, description, metadata = "cpu", "sleeping on CPU", METADATA
-
-    def __init__(self, seconds=0.0):
-        self.seconds, self.calls = seconds, 0
+class SleepingSession(BrightSession):
+    """Takes a tenth of a second per batch."""
 
     def run(self, images):
-        time.sleep(self.seconds)
-        self.calls += 1
-        logits, scores = (np.full((len(images), count), value, np.float32) for count, value in ((2, -0.5), (4, 0.5)))
-        return Outputs(logits, np.zeros(scores.shape, np.int32), scores)
+        time.sleep(0.1)
+        return super().run(images)
 
 
 @pytest.fixture
@@ -55,7 +45,7 @@ def measure(session, items, progress=lambda done, total: None, **options):
 def test_everything_is_measured_once_a_repeat_on_the_usable_images(items):
     items[3].source.write_bytes(b"")
     done = []
-    row = measure(SleepingSession(), items, repeats=3, progress=lambda *counts: done.append(counts))
+    row = measure(BrightSession(), items, repeats=3, progress=lambda *counts: done.append(counts))
     assert done == [(1, 3), (2, 3), (3, 3)]
     assert [len(row.figures[name].repeats) for name in ("bare", "infer", "infer_explain")] == [3, 3, 3]
     assert (row.case["images"], row.details["given"]) == (11, 12)
@@ -74,7 +64,7 @@ def test_a_pipelined_session_is_measured_with_its_batches_in_flight(items, pipel
 
 
 def test_a_slow_session_takes_the_time_and_the_loop_waits_for_it(items):
-    row = measure(SleepingSession(0.1), items)
+    row = measure(SleepingSession(), items)
     for kind, expected in (("wall", "compute"), ("waited", "session")):
         values = {key: figure.value for key, figure in row.figures.items() if key.startswith("infer.") and kind in key}
         assert max(values, key=values.get) == f"infer.{expected}.{kind}"

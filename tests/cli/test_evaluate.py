@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from opal_deploy import evaluate_model, load
+from opal_deploy.artifact.measurements import Calibration
+from opal_deploy.artifact.onnx_file import read_metadata, rewrite_metadata
 from opal_deploy.errors import UsageError
+from opal_deploy.model import checkpoint as checkpoints
+from opal_deploy.synthetic import generate_dataset
 
 LABELS = ["0", "1", "2", "3"]
 
@@ -30,8 +34,6 @@ def folder(tmp_path_factory, make_pictures):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, exact_model):
     """`exact_model`, its checkpoint beside it, with the folder's class names."""
-    from opal_deploy.artifact.onnx_file import read_metadata, rewrite_metadata
-
     path = Path(shutil.copy(exact_model, tmp_path_factory.mktemp("model") / "model.onnx"))
     rewrite_metadata(path, replace(read_metadata(path), class_names=tuple(LABELS)))
     _rename(exact_model.with_suffix(".pt"), path.with_suffix(".pt"), LABELS)
@@ -46,8 +48,6 @@ def linear(tmp_path_factory, linear_model):
 
 def _rename(checkpoint, path, class_names):
     """Write a checkpoint again with other names of its classes."""
-    from opal_deploy.model import checkpoint as checkpoints
-
     checkpoints.save(path, replace(checkpoints.load(checkpoint), class_names=class_names))
     return path
 
@@ -115,9 +115,6 @@ def test_images_that_cannot_be_decoded_are_all_named_and_the_others_measured(fol
 
 
 def test_the_validation_images_calibrate_and_the_calibration_is_measured_on_others(folder, model, metrics, tmp_path):
-    from opal_deploy.artifact.measurements import Calibration
-    from opal_deploy.model import checkpoint as checkpoints
-
     path = tmp_path / "model.pt"
     shutil.copy(model.with_suffix(".pt"), path)
     document = metrics(folder, path, split="val", record=True)["calibration"]
@@ -140,8 +137,6 @@ def test_the_validation_images_calibrate_and_the_calibration_is_measured_on_othe
 def test_a_model_without_prototypes_has_no_collapse_and_its_crop_is_compared_with_the_data(
     folder, linear, metrics, lines, tmp_path
 ):
-    from opal_deploy.model import checkpoint as checkpoints
-
     path = tmp_path / "cropped.pt"
     checkpoints.save(path, replace(checkpoints.load(linear), crop="boxes"))
     assert "spatial_prototype_collapse" not in metrics(folder, path, dataset="imagefolder")
@@ -160,20 +155,15 @@ def test_other_classes_are_refused_before_the_model_runs(folder, linear, metrics
 
 
 def test_logits_that_are_not_finite_are_refused(folder, linear, metrics, tmp_path):
-    from opal_deploy.model import checkpoint as checkpoints
-
     diverged = checkpoints.load(linear)
     for parameter in diverged.network.parameters():
         parameter.data[...] = float("nan")
     checkpoints.save(tmp_path / "diverged.pt", diverged)
-    with pytest.raises(UsageError, match=r"diverged.pt: its logits for .*test/0/\d+.* are not finite") as caught:
+    with pytest.raises(UsageError, match=r"\A.*diverged.pt: its logits for .*test/0/\d+.* are not finite.*\Z"):
         metrics(folder, tmp_path / "diverged.pt")
-    assert "\n" not in str(caught.value)
 
 
 def test_the_generated_set_has_parts_and_foreground(metrics, lines, tmp_path, opal, exact_model):
-    from opal_deploy.synthetic import generate_dataset
-
     data = tmp_path / "data"
     classes = generate_dataset(data, num_species=4, train_per_class=1, val_per_class=1, test_per_class=3, size=(96, 96))
     path = _rename(exact_model.with_suffix(".pt"), tmp_path / "model.pt", classes)

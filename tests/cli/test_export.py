@@ -58,8 +58,7 @@ def test_no_verify_is_on_record_and_infer_repeats_it(opal, folder, make_pictures
     exported = opal("export", "c.onnx", "--precision", "fp16", "--no-verify", cwd=folder)
     assert "NOT VERIFIED: exported with --no-verify" in exported.stderr
     make_pictures(folder / "in", 1)
-    inferred = opal("infer", "in", "--model", "c.fp16.onnx", "--no-isolate", cwd=folder)
-    assert inferred.returncode == 0
+    inferred = check(opal("infer", "in", "--model", "c.fp16.onnx", "--no-isolate", cwd=folder))
     assert "NOT VERIFIED: this model was exported with --no-verify" in inferred.stderr
     assert "NO: exported with --no-verify" in opal("inspect", "c.fp16.onnx", cwd=folder).stdout
 

@@ -53,8 +53,7 @@ def test_failed_and_passed_over_files_are_counted(infer, pictures, exact_model, 
     (pictures / "empty.jpg").write_bytes(b"")
     (pictures / "notes\x1b[31m.txt").write_text("x")
     out = tmp_path / "o\x1b[1m"
-    done = infer(pictures, "--explain", out=out)
-    assert done.returncode == 3
+    done = check(infer(pictures, "--explain", out=out), 3)
     # a name must not drive the terminal
     assert "\x1b" not in done.stderr
     for text in (
@@ -76,8 +75,7 @@ def test_failed_and_passed_over_files_are_counted(infer, pictures, exact_model, 
 
 def test_an_out_that_cannot_be_is_a_wrong_call_also_with_debug(infer, pictures, tmp_path):
     (tmp_path / "file").write_text("x")
-    done = infer(pictures, "--debug", out="file/out")
-    assert done.returncode == 2
+    done = check(infer(pictures, "--debug", out="file/out"), 2)
     assert "Traceback" in done.stderr
     last = done.stderr.splitlines()[-1]
     assert "opal-deploy: file/out: cannot be written (Not a directory); give another --out" in last
@@ -90,8 +88,7 @@ def test_what_models_without_single_cells_can_and_cannot_do(infer, map_model, li
     assert infer(pictures, model=linear_model).returncode == 0
     assert read_results(tmp_path / "out")[0]["prediction"]["cosine"] is None
 
-    done = infer(pictures, "--explain", model=map_model, out="map")
-    assert done.returncode == 0
+    done = check(infer(pictures, "--explain", model=map_model, out="map"))
     assert "no single cell is its evidence, so overlays show no boxes" in done.stderr
     assert (tmp_path / "map/report.html").is_file()
 
@@ -104,8 +101,7 @@ def test_12_bit_data_in_16_bit_files_are_counted_as_nearly_black(infer, pictures
 
 def test_a_bug_is_called_one(infer, pictures, monkeypatch):
     monkeypatch.setattr("opal_deploy.run.infer.write_records", lambda *_, **__: {}["x\ny"])
-    done = infer(pictures)
-    assert done.returncode == 1
+    done = check(infer(pictures), 1)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("opal-deploy: internal error: KeyError: ")
     assert last.endswith("Please report it with the output of the command run with --debug.")

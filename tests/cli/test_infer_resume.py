@@ -42,17 +42,6 @@ class Infer(runs.Infer):
         default = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         return super().start("out", *arguments, before=default + before)
 
-    def count(self):
-        """Return the number of lines of results.jsonl."""
-        path = self.cwd / "out/results.jsonl"
-        return path.read_bytes().count(b"\n") if path.exists() else 0
-
-    def wait_for(self, count, process):
-        """Wait until there are so many records, or the process has ended."""
-        deadline = time.monotonic() + 60
-        while self.count() < count and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.002)
-
 
 @pytest.fixture
 def infer(tmp_path, exact_model, many, opal):
@@ -91,7 +80,7 @@ def test_killed_at_random_moments_it_ends_like_a_run_that_was_not(infer, clean, 
     moments = random.Random(kills)
     while kills:
         with infer.start(*EXPLAIN) as process:
-            infer.wait_for(infer.count() + moments.randint(1, IMAGES // 8), process)
+            infer.wait_for("out", infer.count() + moments.randint(1, IMAGES // 8), process)
             time.sleep(moments.random() * 0.02)
             process.kill()
             process.communicate()
@@ -115,7 +104,7 @@ def slow_batches(seconds):
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_ends_it_in_good_order_and_says_how_to_go_on(infer, clean, number):
     with infer.start(*EXPLAIN, before=slow_batches(0.5)) as process:
-        infer.wait_for(5, process)
+        infer.wait_for("out", 5, process)
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
@@ -136,7 +125,7 @@ def test_a_signal_ends_it_in_good_order_and_says_how_to_go_on(infer, clean, numb
 
 def test_a_second_signal_ends_it_at_once_with_whole_records(infer):
     with infer.start("--batch", "4", before=slow_batches(600)) as process:
-        infer.wait_for(8, process)
+        infer.wait_for("out", 8, process)
         process.send_signal(signal.SIGINT)
         # two signals at a time would be one
         assert any("interrupt again to exit at once" in line for line in cast(IO[str], process.stderr))
@@ -166,8 +155,7 @@ def test_a_finished_run_is_not_computed_again_and_ends_as_it_ended(infer, clean)
 
     shutil.copytree(clean, infer.cwd / "out")
     before = times()
-    done = infer(*EXPLAIN, "--json")
-    assert done.returncode == 3
+    done = check(infer(*EXPLAIN, "--json"), 3)
     assert "out: this run is finished (100 images, ended " in done.stderr
     assert json.loads(done.stdout) == json.loads((clean / "summary.json").read_text())
     assert times() == before

@@ -13,7 +13,7 @@ from PIL import Image
 import opal_deploy
 from opal_deploy.artifact.measurements import ReceptiveField
 from opal_deploy.synthetic import draw_example
-from tests.browser import ORT_WEB, needs_ort_web, open_browser
+from tests.browser import ORT_WEB, needs_ort_web, open_browser, serve_folders
 from tests.builders import build_checkpoint, export_onnx
 
 PAGE = (Path(__file__).parents[2] / "docs/howto/any-runtime.md").read_text("utf-8")
@@ -88,14 +88,9 @@ def test_javascript(folder):
     (folder / "explain.mjs").write_text(program("javascript"))
     (folder / "index.html").write_text('<input type="file">')
 
-    def serve(route):
-        name = route.request.url.rpartition("/")[2]
-        own = folder / (name or "index.html")
-        route.fulfill(path=own if own.is_file() else ORT_WEB / "dist" / name)
-
     with open_browser() as browser:
         page = browser.new_page()
-        page.route("**", serve)
+        serve_folders(page, folder, ORT_WEB / "dist")
         page.goto("http://localhost/")
         page.locator("input").set_input_files(folder / "image.png")
         code = "async (input) => (await import('/explain.mjs')).explain(input.files[0])"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import opal_deploy
+from tests.cli.calls import check
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/howto/python.md"
@@ -41,8 +42,7 @@ def test_the_page_runs_as_it_stands_on_photographs_of_ones_own(script, shared_we
     code = script[0]
     assert code.count('"imagenet"') == 1
     code = code.replace('"imagenet"', f'"{shared_weights / "resnet18_ktb_small.safetensors"}"')
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = check(subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True))
     assert done.stderr == ""
     assert re.search(r"Test: \d+\.\d% of 6 images\nNone\n", done.stdout)
     written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")}
@@ -55,7 +55,6 @@ def test_the_page_runs_as_it_stands_on_photographs_of_ones_own(script, shared_we
 @pytest.mark.timeout(900)
 def test_a_network_trained_with_lightning_becomes_a_checkpoint(script, tmp_path):
     start = "from pathlib import Path\nimport opal_deploy\nphotos = Path('pets')\n"
-    done = subprocess.run([sys.executable, "-c", start + script[1]], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    check(subprocess.run([sys.executable, "-c", start + script[1]], cwd=tmp_path, capture_output=True, text=True))
     loaded = opal_deploy.load(tmp_path / "lightning.pt", threads=1)
     assert list(loaded.names.values()) == ["Bengal", "Sphynx", "pug"]

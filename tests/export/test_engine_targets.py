@@ -57,9 +57,8 @@ def test_the_rule(case):
 @pytest.mark.parametrize("case", UNBUILDABLE)
 def test_what_cannot_be_built_is_one_line(case):
     installed, driver, builder, names, line = UNBUILDABLE[case]
-    with pytest.raises(UsageError, match=line) as error:
+    with pytest.raises(UsageError, match=rf"\A.*{line}.*\Z"):
         choose(installed, driver, builder, *names)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from onnx import helper, parser
 
 from opal_deploy.artifact import onnx_file
 from opal_deploy.artifact.metadata import Metadata
+from tests.cli.calls import check
 from tests.gpu_stubs import build, cuda_runtime
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,8 +132,6 @@ def run_process(stub_folder):
     def run(program, **settings):
         places = {"LD_LIBRARY_PATH": str(stub_folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", program]
-        done = subprocess.run(command, env=places | settings, capture_output=True, text=True, timeout=240, check=False)
-        assert done.returncode == 0, done.stderr
-        return done
+        return check(subprocess.run(command, env=places | settings, capture_output=True, text=True, timeout=240))
 
     return run

@@ -9,7 +9,7 @@ import torch
 import torchvision
 from PIL import Image
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from torchvision.transforms import CenterCrop, Compose, Normalize, Resize, ToTensor
 
 from opal_deploy.errors import CheckpointError, UsageError
@@ -18,29 +18,6 @@ from opal_deploy.model.config import PLAIN_CLASSIFIER, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 
 SMALL = "shufflenet_v2_x0_5"
-
-
-@pytest.mark.parametrize(
-    "name", ["resnet18", "convnext_tiny", "efficientnet_v2_s", "mobilenet_v3_small", "regnet_y_400mf", SMALL]
-)
-def test_features_are_those_that_torchvision_pools(name):
-    torch.manual_seed(0)
-    backbone = backbones.build(name).eval()
-    whole = torchvision.models.get_model(name, weights=None).eval()
-    missing, unexpected = whole.load_state_dict(backbone.body.state_dict(), strict=False)
-    assert not unexpected
-    assert all(key.startswith(("fc.", "classifier.")) for key in missing)
-    images, pooled = torch.randn(1, 3, 64, 96), []
-    pool, mean = torch.nn.functional.adaptive_avg_pool2d, Tensor.mean
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        features = backbone(images)
-        # networks pool globally in one of two ways
-        patch.setattr(torch.nn.functional, "adaptive_avg_pool2d", lambda x, size: pooled.append(x) or pool(x, size))
-        patch.setattr(Tensor, "mean", lambda x, *axes, **named: pooled.append(x) or mean(x, *axes, **named))
-        whole(images)
-    assert features.shape == (1, backbone.num_features, 2, 3)
-    # squeeze-and-excite blocks pool too; the last pooling is the classifier's
-    torch.testing.assert_close(features, pooled[-1], rtol=1e-5, atol=1e-6)
 
 
 # the last feature maps before the next stage: where a shortcut goes around a convolution, the sum before it
@@ -153,13 +130,20 @@ class TestWeightFiles:
             backbones.load_weights(backbone, "IMAGENET99K")
 
 
-# ConvNeXt has a LayerNorm behind its pooling, MobileNet-V3 a layer and dropout, timm's a convolution
-@pytest.mark.parametrize("name", ["convnext_tiny", "mobilenet_v3_small", "timm:mobilenetv3_small_050"])
+# ConvNeXt has a LayerNorm behind its pooling, MobileNet-V3 a layer and dropout, timm's a convolution; NFNet
+# standardises weights
+NETWORKS = (
+    "resnet18", "convnext_tiny", "efficientnet_v2_s", "mobilenet_v3_small", "regnet_y_400mf", SMALL,
+    "timm:mobilenetv3_small_050", "timm:test_convnext", "timm:test_nfnet",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NETWORKS)
 def test_the_plain_head_is_the_networks_own_classifier_with_all_weights_but_the_classes(name, tmp_path):
     torch.manual_seed(0)
     pretrained = backbones.get_library(name).build_network(name).state_dict()
     save_file({key: value.clone() for key, value in pretrained.items()}, tmp_path / "w.safetensors")
-    config = NetworkConfig(name, 7, (64, 64), PLAIN_CLASSIFIER)
+    config = NetworkConfig(name, 7, (64, 96), PLAIN_CLASSIFIER)
     network = OpalNetwork(config, weights=tmp_path / "w.safetensors")
     state = {**network.backbone.body.state_dict(), **network.head.classifier.state_dict()}
     assert state.keys() == pretrained.keys()
@@ -167,9 +151,10 @@ def test_the_plain_head_is_the_networks_own_classifier_with_all_weights_but_the_
     assert sorted(value.shape[0] for value in map(state.get, replaced)) == [7, 7]
     whole = backbones.get_library(name).build_network(name, num_classes=7).eval()
     whole.load_state_dict(state)
-    images = torch.randn(2, 3, 64, 64)
+    images, backbone = torch.randn(2, 3, 64, 96), network.eval().backbone
     with torch.no_grad():
-        outputs = network.eval().explain(images)
+        assert backbone(images).shape == (2, backbone.num_features, 64 // backbone.stride, 96 // backbone.stride)
+        outputs = network.explain(images)
         torch.testing.assert_close(outputs.logits, whole(images), rtol=1e-5, atol=1e-6)
         assert (outputs.scores, outputs.argmax, outputs.attention) == (None, None, None)
     with pytest.raises(UsageError, match="give --stride 32"):

@@ -5,6 +5,7 @@ import pytest
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import Geometry, compute_geometry
 from opal_deploy.preprocess.resize import to_input
+from opal_deploy.runtime.torch_session import TorchSession
 from tests.bright import predict
 from tests.builders import cell_box
 
@@ -19,8 +20,6 @@ def pictures(make_pictures, tmp_path_factory):
 
 @pytest.mark.parametrize("source", ["pictures", pytest.param("photographs", marks=pytest.mark.data)])
 def test_boxes_and_scores_are_pytorchs_own_maximisers(exact_session, exact_model, request, source):
-    from opal_deploy.runtime.torch_session import TorchSession
-
     paths = request.getfixturevalue(source)[:: 27 if source == "photographs" else 1]
     reference = TorchSession(exact_model.with_suffix(".pt"), device="cpu")
     about = reference.metadata

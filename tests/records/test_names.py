@@ -83,6 +83,5 @@ def test_names_are_read_by_class_and_slot(tmp_path):
     ],
 )
 def test_a_wrong_name_is_refused_in_one_line(tmp_path, text, complaint):
-    with pytest.raises(UsageError, match=complaint) as error:
+    with pytest.raises(UsageError, match=rf"\A.*{complaint}.*\Z"):
         read_slot_names(names_file(tmp_path, text), CLASSES, MAP)
-    assert "\n" not in str(error.value)

@@ -4,7 +4,6 @@ import contextlib
 import json
 import resource
 import shutil
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from opal_deploy.run.setup import RunOptions
 from opal_deploy.sources.discovery import discover
 from opal_deploy.sources.image import InputImage, Skipped
 from opal_deploy.visualization.report import ReportOptions
-from tests.bright import BrightSession, write_run
+from tests.bright import BrightSession, memory_under, write_run
 
 
 def line(name, **more):
@@ -76,12 +75,9 @@ def test_other_images_are_refused_and_nothing_is_lost(tmp_path, names, message):
 def test_memory_does_not_grow_with_the_records(tmp_path):
     # 8 MB
     (tmp_path / "results.jsonl").write_bytes(b"".join(line(f"{number}" + "x" * 300) for number in range(20_000)))
-    tracemalloc.start()
     requests = (InputImage(f"{n}" + "x" * 300, "x") for n in range(20_000))
-    assert load_resume_point(tmp_path, requests, lambda _: None)[0] == 20_000
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 500_000
+    with memory_under(500_000):
+        assert load_resume_point(tmp_path, requests, lambda _: None)[0] == 20_000
 
 
 # ---- writing records

@@ -2,14 +2,12 @@
 
 import asyncio
 import base64
-import io
 import json
 from pathlib import Path
 
 import httpx
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ed25519
-from PIL import Image
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
@@ -21,6 +19,7 @@ from opal_deploy.server.models import ServerState
 from opal_deploy.server.options import ServeOptions
 from tests.bright import BrightSession
 from tests.records.test_signatures import write
+from tests.server.test_limits import png
 
 GOLDEN = Path(__file__).parents[1] / "golden/0.1.0"
 
@@ -28,12 +27,6 @@ GOLDEN = Path(__file__).parents[1] / "golden/0.1.0"
 @pytest.fixture(scope="module")
 def picture(make_pictures, tmp_path_factory):
     return make_pictures(tmp_path_factory.mktemp("pictures"), 1)[0]
-
-
-def png(width, height):
-    stream = io.BytesIO()
-    Image.new("1", (width, height)).save(stream, "PNG")
-    return stream.getvalue()
 
 
 def ask(running, content, **options):

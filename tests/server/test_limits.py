@@ -34,9 +34,9 @@ def server(serving):
         yield running
 
 
-def picture(shade=90):
+def png(width=40, height=30):
     stream = io.BytesIO()
-    Image.new("RGB", (40, 30), (shade, shade, shade)).save(stream, "PNG")
+    Image.new("RGB", (width, height)).save(stream, "PNG")
     return stream.getvalue()
 
 
@@ -200,7 +200,7 @@ def held(serving):
 
 
 def explain(running, data=None):
-    return httpx.post(f"{running.url}/explain", content=picture() if data is None else data, timeout=60)
+    return httpx.post(f"{running.url}/explain", content=png() if data is None else data, timeout=60)
 
 
 def in_flight(running):
@@ -245,7 +245,7 @@ def test_a_lost_device_makes_the_server_unwell_and_end(serving):
 def test_requests_are_logged_and_counted(serving, capsys):
     with serving({"light": BrightSession()}, log_format="json", min_margin=2.0) as running:
         trace = {"traceparent": f"00-{'a1' * 16}-{'b2' * 8}-01"}
-        for data in (picture(), b"junk"):
+        for data in (png(), b"junk"):
             httpx.post(f"{running.url}/explain", content=data, headers={"X-Request-ID": "mine", **trace})
         httpx.get(f"{running.url}/v2/models/%0anone")
         text = httpx.get(f"{running.url}/metrics").text

@@ -101,9 +101,8 @@ def make_pipe(folder):
     ],
 )
 def test_a_malformed_or_missing_file_is_refused_in_one_line(tmp_path, read, text, message):
-    with pytest.raises(UsageError, match=message) as refused:
+    with pytest.raises(UsageError, match=rf"\A.*{message}.*\Z"):
         read(tmp_path, text)
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,7 @@ import pickle
 import stat
 import struct
 import tarfile
-import tracemalloc
 import zipfile
-from contextlib import contextmanager
 
 import pytest
 from PIL import Image
@@ -21,6 +19,7 @@ from opal_deploy.sources import archives
 from opal_deploy.sources.archives import TarMember, ZipMember
 from opal_deploy.sources.discovery import discover
 from opal_deploy.sources.image import Skipped
+from tests.bright import memory_under
 from tests.sources.packing import KINDS, add_member, pack
 
 NASTY = ["../../up.png", "/etc/root.png", "dir\\back.png", "a\nb.png", "same.png", "<script>.png", "C:\\x.png", "ü.png"]
@@ -58,16 +57,6 @@ def outcomes(images):
 def patch(path, at, new):
     data = path.read_bytes()
     path.write_bytes(data[:at] + new + data[at + len(new) :])
-
-
-@contextmanager
-def memory_under(limit):
-    tracemalloc.start()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] < limit
-    finally:
-        tracemalloc.stop()
 
 
 @every_kind

@@ -15,7 +15,7 @@ from opal_deploy.artifact.engine_file import write_sidecar
 from opal_deploy.errors import UsageError
 from opal_deploy.triton.explain_model import _parse_parameters
 from tests.builders import build_sidecar
-from tests.cli.calls import one_line
+from tests.cli.calls import check, one_line
 
 
 def read_config(model):
@@ -28,9 +28,7 @@ def shapes(tensors):
 
 
 def test_an_onnx_file_becomes_two_models(exact_model, opal, tmp_path):
-    done = opal("export", exact_model, "--triton", tmp_path / "models", "--json", blocked=("torch", "onnx"))
-
-    assert done.returncode == 0, done.stderr
+    done = check(opal("export", exact_model, "--triton", tmp_path / "models", "--json", blocked=("torch", "onnx")))
     tensor, explain = (tmp_path / "models" / name for name in json.loads(done.stdout)["models"])
     config, metadata = read_config(tensor), onnx_file.read_metadata(exact_model)
     assert (config.name, config.backend, config.max_batch_size) == ("opal", "onnxruntime", 64)
@@ -102,7 +100,7 @@ def test_an_engine_is_served_within_its_batch_sizes_or_refused(changes, reason, 
         assert reason in one_line(done)
         assert not (tmp_path / "models").exists()
         return
-    assert done.returncode == 0, done.stderr
+    check(done)
     config = read_config(tmp_path / "models/birds")
     assert (config.backend, config.max_batch_size) == ("tensorrt", 4)
     assert list(config.dynamic_batching.preferred_batch_size) == [2, 4]

@@ -1,12 +1,9 @@
 """The site for browsers: what is written, and what a real browser answers."""
 
-import functools
-import http.server
 import itertools
 import json
 import re
 import shutil
-import threading
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -24,7 +21,7 @@ from opal_deploy.errors import UsageError
 from opal_deploy.records.lines import to_document
 from opal_deploy.records.record import to_record
 from opal_deploy.synthetic import example_images
-from tests.browser import AXE, ORT_WEB, find_violations, needs_chromium, needs_ort_web, open_browser
+from tests.browser import AXE, ORT_WEB, find_violations, needs_chromium, needs_ort_web, open_browser, serve_folders
 from tests.builders import make_patches
 from tests.cli.calls import check
 from tests.export.test_classifier import TAILS, make
@@ -57,35 +54,24 @@ def site(exact_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def visit():
-    """Open a folder in a browser, from a server on this machine; fails if the page asks another one."""
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_):
-            pass
-
+    """Open a folder in a browser, as from a server; fails if the page asks another one."""
     with open_browser(*FLAGS.split()) as browser:
-        elsewhere, servers = [], []
+        elsewhere = []
         expect.set_options(timeout=60_000)
 
         def open_page(folder, width=1280, **options):
-            handler = functools.partial(Quiet, directory=str(folder))
-            servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
-            threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
-            own = f"http://localhost:{servers[-1].server_port}/"
             page = browser.new_page(viewport={"width": width, "height": 800}, **options)
             page.set_default_timeout(60_000)
             page.on("pageerror", lambda error: elsewhere.append(str(error)))
             page.on("request", lambda request: elsewhere.append(request.url))
-            page.goto(own)
+            serve_folders(page, folder)
+            page.goto("http://localhost/")
             page.wait_for_selector("html[data-ready], #status.alert")
             return page
 
         yield open_page
-        assert [url for url in elsewhere if not url.startswith(("http://localhost:", "blob:", "data:"))] == []
+        assert [url for url in elsewhere if not url.startswith(("http://localhost/", "blob:", "data:"))] == []
         expect.set_options(timeout=5_000)
-        for server in servers:
-            server.shutdown()
-            server.server_close()
 
 
 def ask(page, path):
@@ -399,7 +385,6 @@ def test_what_a_page_cannot_do_is_refused_in_one_line(exact_model, opal, tmp_pat
         ((exact_model, "--web", "site", "--ort-web", ORT_WEB, "--outputs", "topk"), "leave out --outputs"),
         ((exact_model, "--examples", tmp_path / "empty", "--webgpu"), "--webgpu"),
     ]:
-        done = opal("export", *arguments, cwd=tmp_path)
-        assert done.returncode == 2, done.stderr
+        done = check(opal("export", *arguments, cwd=tmp_path), 2)
         assert message in done.stderr.splitlines()[-1]
         assert not (tmp_path / "site").exists()

@@ -1,7 +1,6 @@
 import io
 import json
 import re
-import tracemalloc
 from html.parser import HTMLParser
 
 import pytest
@@ -12,6 +11,7 @@ from opal_deploy.records.build import error_record
 from opal_deploy.visualization.overlay import draw_overlay, encode_jpeg
 from opal_deploy.visualization.pages import to_json
 from opal_deploy.visualization.report import ReportOptions, ReportWriter, choose_image_mode, make_thumbnail, writer
+from tests.bright import memory_under
 
 HOSTILE = "<script>alert(1)</script>\"'&\n\udcff</title><img src=x onerror=alert(2)>.jpg"
 SIZE = (200, 200)
@@ -96,23 +96,14 @@ def test_only_the_first_images_and_the_most_frequent_classes_are_shown_and_the_p
     assert "kind 30" not in text_of(page)
 
 
-def measure_growth(report, entries):
-    """Return by how many bytes memory grew while the entries were added."""
-    tracemalloc.start()
-    for entry in entries:
-        report.add(*entry)
-    grown, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return grown
-
-
 def test_cards_wait_on_disk_not_in_memory(tmp_path, make_record):
     record = make_record((480, 480))
     thumbnail = make_thumbnail(Image.effect_noise((480, 480), 90).convert("RGB"), record)
     with ReportWriter(tmp_path / "report.html", ReportOptions()) as report:
         report.add(record, thumbnail)
-        entries = ((replace(record, margin=i / 1000), thumbnail) for i in range(100))
-        assert measure_growth(report, entries) < 400_000
+        with memory_under(400_000):
+            for i in range(100):
+                report.add(replace(record, margin=i / 1000), thumbnail)
     assert (tmp_path / "report.html").stat().st_size > 100 * 30_000
 
 
