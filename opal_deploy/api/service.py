@@ -215,20 +215,15 @@ class Service(AbstractContextManager["Service"]):
 
     def _gather(self, wait: bool) -> list[_Image]:
         """Return the images of the next batch, in the order in which they became ready; none after the end."""
-        if not wait and self._ready.qsize() < self._batch:
-            # the device is busy, so let the batch grow
+        # a busy device lets the batch grow, and its answers do not wait for the lock of one that waits for images
+        if (not wait and self._ready.qsize() < self._batch) or not self._gathering.acquire(blocking=wait):
             raise queue.Empty
         images: list[_Image] = []
-        with self._gathering:
+        try:
             # no waiting for images that are not in flight, nor for those that the other threads will take
             while len(images) < self._batch and not (images and len(images) * self._runners >= self._in_flight):
                 seconds = max(0.0, images[0].since + self._max_wait - time.monotonic()) if images else None
-                try:
-                    image = self._ready.get(wait, seconds)
-                except queue.Empty:
-                    if images:
-                        break
-                    raise
+                image = self._ready.get(wait, seconds)
                 if image is None:
                     # ends the other sessions' threads
                     self._ready.put(None)
@@ -238,6 +233,11 @@ class Service(AbstractContextManager["Service"]):
                 else:
                     image.release()
                     self._give_back(1)
+        except queue.Empty:
+            if not images:
+                raise
+        finally:
+            self._gathering.release()
         return images
 
     def _answer(self, images: list[_Image], batch: PreparedBatch, since: float, done: Future[Predicted]) -> None:
