@@ -101,7 +101,7 @@ def test_cards_wait_on_disk_not_in_memory(tmp_path, make_record):
     thumbnail = make_thumbnail(Image.effect_noise((480, 480), 90).convert("RGB"), record)
     with ReportWriter(tmp_path / "report.html", ReportOptions()) as report:
         report.add(record, thumbnail)
-        with memory_under(400_000):
+        with memory_under(1_000_000):
             for i in range(100):
                 report.add(replace(record, margin=i / 1000), thumbnail)
     assert (tmp_path / "report.html").stat().st_size > 100 * 30_000
