@@ -67,7 +67,7 @@ $(INSTALLED): pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (PyTorch is large; a few minutes the first time)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[all-cpu,dev,docs]'
-	@$(BIN)/python -m compileall -qq --workers 0 -x '[\\/](tests?|testing|pip|rllib|moto)[\\/]' opal_deploy \
+	@$(BIN)/python -m compileall -qq --workers 0 -x '[\\/](tests?|testing[\\/]_internal|pip|rllib)[\\/]' opal_deploy \
 	  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
 	@touch $@
 
