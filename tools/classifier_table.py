@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -213,9 +214,9 @@ def main() -> int:
     known = {tuple(cell.strip() for cell in line.split("|")[1:3]) for line in PAGE.read_text("utf-8").splitlines()}
     print("| network | recognised | logits | largest error of the sum | time |\n|---|---|---|---|---|", flush=True)
     different = []
-    # libraries keep gigabytes: a process makes four rows
-    with get_context("spawn").Pool(1, maxtasksperchild=4) as pool:
-        for name, row in zip(names, pool.imap(describe, names), strict=True):
+    # libraries keep gigabytes: a process makes four rows. Where one dies, this ends instead of waiting for ever
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=4) as pool:
+        for name, row in zip(names, pool.map(describe, names), strict=True):
             print(row, flush=True)
             if tuple(cell.strip() for cell in row.split("|")[1:3]) not in known:
                 different.append(name)
