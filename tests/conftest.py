@@ -38,7 +38,8 @@ LEFT = dict(zip(CLASSES, ([0, 2], [1], [0, 1, 2], [1, 2]), strict=True))
 # begun first, so that of several processes none ends long after the others
 SLOWEST = {
     "run/test_ray.py", "run/test_shards.py", "cli/test_demo.py", "cli/test_infer_resume.py", "export/test_graph.py",
-    "train/test_distributed.py", "train/test_resume.py", "visualization/report/test_browser.py",
+    "train/test_distributed.py", "train/test_resume.py", "train/test_out_of_fold.py", "train/test_head_fit.py",
+    "visualization/report/test_browser.py",
 }  # fmt: skip
 
 
