@@ -190,7 +190,7 @@ const evidence = (() => {
     if (margin !== null) figures.push(["margin", number(margin)]);
     if (prediction.calibrated_probability !== undefined)
       figures.push(["calibrated probability", number(prediction.calibrated_probability)]);
-    if (slots?.length && (record.rest ?? null) === null) figures.push(["different cells", `${new Set(slots.map(({ cell }) => String(cell))).size} of ${slots.length}`]);
+    if (slots?.length > 1) figures.push(["different cells", `${new Set(slots.map(({ cell }) => String(cell))).size} of ${slots.length}`]);
     return [
       ...describe(record).map((sentence) => el("p", { class: "words" }, sentence)),
       slots?.length && findMeaning(record) === COSINE ? sumBar(slots) : null, measures(figures),

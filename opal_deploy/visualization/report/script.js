@@ -107,7 +107,7 @@
       if (d.top.length) parts.push(lazyDetails(pluralize(d.top.length, "closest class", "closest classes"), () => topTable(d)));
     }
     const link = el("a", { href: "#i=" + row[NUMBER] }, bdi(row[NAME]));
-    return el("article", { id: "i=" + row[NUMBER] }, photo(position), el("div", { class: "body" }, el("h3", null, link), ...parts));
+    return el("article", { id: "i=" + row[NUMBER] }, photo(position), el("div", { class: "body" }, parts.shift(), el("h3", null, link), ...parts));
   }
 
   function buildSheet(position) {
