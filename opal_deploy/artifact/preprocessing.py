@@ -47,10 +47,10 @@ class ResizeRule:
     @staticmethod
     def parse(text: str) -> ResizeRule:
         """Return the rule of a model's metadata; raise ValueError for an unknown one."""
-        match = re.fullmatch(r"(squash|letterbox|shortest_edge)(-[1-9]\d{0,4})?-(bilinear|bicubic)", text)
+        match = re.fullmatch(r"(squash|letterbox|shortest_edge)(?:-([1-9]\d{0,4}))?-(bilinear|bicubic)", text)
         if match is None or (match[1] == "shortest_edge") != (match[2] is not None):
             raise ValueError(f"resize rule {text[:40]!r} is not known")
-        return ResizeRule(cast(Kind, match[1]), cast(Filter, match[3]), -int(match[2] or 0))
+        return ResizeRule(cast(Kind, match[1]), cast(Filter, match[3]), int(match[2] or 0))
 
     def __str__(self) -> str:
         """Return the rule as metadata names it."""

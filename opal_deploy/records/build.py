@@ -71,8 +71,9 @@ def build_records(
         )
     columns = {name: array.tolist() for name, array in outputs.per_image().items()}
     totals = None if metadata.is_opal or best.totals is None else best.totals[:, 0]
+    is_multi_label = metadata.is_multi_label
     # a runner-up may be right as well
-    margins = None if best.totals is None or metadata.is_multi_label else find_margins(best.totals)
+    margins = None if best.totals is None or is_multi_label else find_margins(best.totals)
     records = []
     for number, (image, answers, slots) in enumerate(
         zip(images, _build_answers(best, metadata), all_slots, strict=False)
@@ -84,7 +85,7 @@ def build_records(
             schema=RECORD_SCHEMA, image=image.name, status=status, width=image.geometry.width,
             height=image.geometry.height, prediction=answers[0], margin=margin, reason=reason or None,
             top=answers[:top], evidence=slots, **image.fields,
-            labels=_list_labels(outputs.rows(number, number + 1), image.geometry, metadata),
+            labels=_list_labels(outputs.rows(number, number + 1), image.geometry, metadata) if is_multi_label else None,
             **({} if totals is None else _describe_rest(float(totals[number]), answers[0].class_id, slots, metadata)),
             **{name: values[name] for name in RECORDED_OUTPUTS if name in values},
         )  # fmt: skip
@@ -92,10 +93,8 @@ def build_records(
     return records
 
 
-def _list_labels(outputs: Outputs, geometry: Geometry, metadata: Metadata) -> tuple[Label, ...] | None:
-    """Return the classes whose logits are above 0, the strongest first, of one image; None for a model of one label."""
-    if not metadata.is_multi_label:
-        return None
+def _list_labels(outputs: Outputs, geometry: Geometry, metadata: Metadata) -> tuple[Label, ...]:
+    """Return the classes whose logits are above 0, the strongest first, of the only image."""
     logits, labels = outputs.logits[0].astype(np.float64), []
     for place, class_id in enumerate(np.argsort(-logits, kind="stable")[: int((logits > 0).sum())].tolist()):
         logit, parts = float(logits[class_id]), dict[str, Any]()

@@ -94,25 +94,22 @@ const round = (value) => Math.abs(value % 1) === 0.5 ? 2 * Math.round(value / 2)
  * of artifact/preprocessing.py and `fit_input` of preprocess/resize.py.
  */
 export function fit([x0, y0, x1, y1], { width, height, rule = "squash-bilinear" }) {
-  const [kind, short, filter = short] = rule.split("-"), w = x1 - x0, h = y1 - y0;
+  const [kind, short, filter = short] = rule.split("-"), w = x1 - x0, h = y1 - y0, isBarred = kind === "letterbox";
   if (kind === "squash") return { filter, size: [width, height], corner: [0, 0], shown: [x0, y0, x1, y1] };
-  if (kind === "letterbox") {
-    const scale = Math.min(width / w, height / h), size = [Math.max(1, round(w * scale)), Math.max(1, round(h * scale))];
-    const [left, top] = [-Math.floor((width - size[0]) / 2), -Math.floor((height - size[1]) / 2)];
-    const place = (from, at, by) => round(from + at * by), across = w / size[0], down = h / size[1];
-    return {
-      filter, size, corner: [left, top], fill: 114,
-      shown: [place(x0, left, across), place(y0, top, down), place(x0, left + width, across), place(y0, top + height, down)],
-    };
+  let size, corner;
+  if (isBarred) {
+    const scale = Math.min(width / w, height / h);
+    size = [Math.max(1, round(w * scale)), Math.max(1, round(h * scale))];
+    corner = [-Math.floor((width - size[0]) / 2), -Math.floor((height - size[1]) / 2)];
+  } else {
+    const longer = Math.trunc(short * Math.max(w, h) / Math.min(w, h));
+    size = w <= h ? [Number(short), longer] : [longer, Number(short)];
+    corner = [round((size[0] - width) / 2), round((size[1] - height) / 2)];
   }
-  const longer = Math.trunc(short * Math.max(w, h) / Math.min(w, h)), size = w <= h ? [Number(short), longer] : [longer, Number(short)];
-  const [left, top] = [round((size[0] - width) / 2), round((size[1] - height) / 2)], across = w / size[0], down = h / size[1];
-  return {
-    filter, size, corner: [left, top], shown: [
-      Math.max(x0, round(x0 + left * across)), Math.max(y0, round(y0 + top * down)),
-      Math.min(x1, round(x0 + (left + width) * across)), Math.min(y1, round(y0 + (top + height) * down)),
-    ],
-  };
+  const [left, top] = corner, across = w / size[0], down = h / size[1];
+  const shown = [round(x0 + left * across), round(y0 + top * down), round(x0 + (left + width) * across), round(y0 + (top + height) * down)];
+  if (isBarred) return { filter, size, corner, fill: 114, shown };
+  return { filter, size, corner, shown: [Math.max(x0, shown[0]), Math.max(y0, shown[1]), Math.min(x1, shown[2]), Math.min(y1, shown[3])] };
 }
 
 /** The model's input of a form {width, height, rule}: RGB pixels of a crop [x0, y0, x1, y1], resized. */
