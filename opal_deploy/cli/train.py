@@ -55,7 +55,8 @@ def _print_result(result: TrainResult) -> None:
     for line in format_classes(result.classes):
         print_message(line)
     last = result.epochs[-1].epoch
-    kind = "validation accuracy" if result.config["data"]["val"] else "accuracy out of fold"
+    kinds = {"out-of-fold": "accuracy out of fold", "held-out": "validation accuracy before it saw all images"}
+    kind = kinds.get(result.calibration.split, "validation accuracy")
     best = f"epoch {result.best_epoch}" if result.best_epoch else "the fitted head on the frozen network"
     print_message(f"Best: {best} ({kind} {result.val.accuracy:.1%})")
     if result.best_epoch == 0 < last:

@@ -312,7 +312,7 @@ def build_metadata(checkpoint: Checkpoint) -> Metadata:
         crop=checkpoint.crop,
         source=checkpoint.source,
         training={**checkpoint.training, **({"metrics": metrics} if metrics else {})},
-        risk={"split": "val", **risk} if risk else {},
+        risk={"split": checkpoint.calibration.split if checkpoint.calibration else "val", **risk} if risk else {},
         edits=checkpoint.edits,
         evaluation=checkpoint.evaluation,
         keep_layers=network.config.keep_layers,

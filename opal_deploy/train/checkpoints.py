@@ -191,6 +191,15 @@ class RunWriter:
         self.measured = Measurements(epoch, val, None, None, classes, calibration, **own)
         return self.measured
 
+    def measure_after(self, held_out: Measurements) -> None:
+        """Measure what needs no validation images; other figures stay those of the network that had not seen them."""
+        machine.set_tf32(enabled=False)
+        evidence = {"baseline": held_out.baseline, **self._measure_evidence(None, None)}
+        machine.set_tf32(self.run.options.tf32)
+        if evidence["baseline"] is not None:
+            evidence["baseline"] = replace(evidence["baseline"], split="held-out")
+        self.measured = replace(held_out, calibration=replace(held_out.calibration, split="held-out"), **evidence)
+
     def _measure_test(self, test: Batches, measured: Measurements) -> Measurements:
         """Return the measurements with those on the test split."""
         run = self.run
@@ -204,7 +213,7 @@ class RunWriter:
         return replace(measured, test=outputs.compute_metrics(), without_copies=others, classes=classes)
 
     def _measure_evidence(self, answers: OutOfFold | None, training: TrainingOutputs | None) -> dict[str, Any]:
-        """Return the receptive field, neighbours, baseline and patches."""
+        """Return the receptive field, neighbours, patches and, with images that it was not trained on, the baseline."""
         network, data, progress = self.network, self.run.data, self.run.progress
         field = measure_receptive_field(network, data.val or data.train)
         if network.config.head.evidence != "exact":
@@ -214,17 +223,18 @@ class RunWriter:
         if training is None:
             training = answer_training_images(self.run, network, self.background)
         neighbours = training.neighbours
-        if answers is None:
-            network.neighbours = neighbours
-            session = TorchSession(model, device=str(self.run.fabric.device))
-            baseline = measure_baseline(session, data.val, neighbours, progress=progress)
-            network.neighbours = None
-        else:
-            kept = 0 if neighbours is None else neighbours.num_background
-            baseline = baseline_of(answers.outputs, metadata, kept, "out-of-fold")
         samples = [data.train[position] for position in training.positions]
         patches = cut_patches(training.outputs, samples, metadata, "train")
-        return {"receptive_field": field, "neighbours": neighbours, "baseline": baseline, "patches": patches}
+        measured: dict[str, Any] = {"receptive_field": field, "neighbours": neighbours, "patches": patches}
+        if answers is not None:
+            kept = 0 if neighbours is None else neighbours.num_background
+            measured["baseline"] = baseline_of(answers.outputs, metadata, kept, "out-of-fold")
+        elif data.val:
+            network.neighbours = neighbours
+            session = TorchSession(model, device=str(self.run.fabric.device))
+            measured["baseline"] = measure_baseline(session, data.val, neighbours, progress=progress)
+            network.neighbours = None
+        return measured
 
     def write_best(self, state: TrainState, *, is_last: bool = True) -> Measurements:
         """Measure the best weights so far, then write best.pt; leaves them in the network.

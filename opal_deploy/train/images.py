@@ -10,6 +10,7 @@ whatever moves the pixels moves it too.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -224,27 +225,50 @@ def prepare_images(
 
     UsageError: no images are left, or too few for the processes.
     """
-    augmentation = None
-    if options.augment != "none":
-        augmentation = PaperAugmentation(options.input_size, erase=options.augment == "erase")
-    regions = None
-    if options.keep_off is not None:
-        regions = read_regions(data, Path(options.keep_off))
-        log(f"keeping the attention off regions of {sum(map(bool, regions)):,} of {len(data.train):,} images")
-    splits = [TrainImages(data.train, options.input_size, augmentation, regions, options.seed)]
-    splits += [TrainImages(samples, options.input_size) for samples in (data.val, data.test)]
+    splits = _define_splits(data, options, log)
     # every process caches all images, because its share of them changes with each epoch
     room = options.cache_megabytes * MEGABYTE / machine.local_processes()
     cached = sum(len(images) * math.prod(images.shape) for images in splits[:2]) <= room
-    problems: list[str] = []
-    black: list[str] = []
-    for split, keep in enumerate((cached, cached, False)):
-        splits[split], unusable, dark = read_images(splits[split], progress, keep=keep, fabric=fabric)
-        problems += unusable
-        black += dark
-    train, val, test = splits
+    keeps = zip(splits, (cached, cached, False), strict=True)
+    decoded = [read_images(images, progress, keep=keep, fabric=fabric) for images, keep in keeps]
+    (train, val, test), problems, black = zip(*decoded, strict=True)
+    _warn_of_images([*itertools.chain(*problems)], [*itertools.chain(*black)], log)
     if not len(train) or (data.val and not len(val)):
-        raise UsageError(f"{data.root}: no training or no validation image can be decoded: {shorten_list(problems)}")
+        raise UsageError(f"{data.root}: no training or no validation image can be decoded; replace them")
+    copied = _warn_of_copies(train, test, "test", data.root, log)
+    _warn_of_copies(train, val, "validation", data.root, log)
+    batch_size, workers = options.batch_size or 1, options.workers
+    if min(batch_size, len(train)) < 2 * fabric.world_size:
+        raise UsageError(
+            f"batches of {batch_size} from {len(train)} images over {fabric.world_size} process(es): "
+            "each needs at least 2 images; give a larger --batch-size, or start fewer processes"
+        )
+    if workers is None:
+        workers = machine.default_num_workers(fabric.device, cached)
+    share, once = (fabric.global_rank, fabric.world_size), 0 if fabric.device.type == "cpu" else workers
+    loaders = Loaders(
+        Batches(train, batch_size, shuffle_seed=options.seed, workers=workers, share=share),
+        Batches(val, EVALUATION_BATCH, workers=0 if cached else workers, share=share) if len(val) else None,
+        Batches(test, EVALUATION_BATCH, workers=once, share=share) if len(test) else None,
+        copied,
+    )
+    data = replace(data, train=train.samples, val=val.samples, test=test.samples)
+    return data, loaders, {"workers": workers, "cached": cached}
+
+
+def _define_splits(data: DataSet, options: TrainOptions, log: Log) -> list[TrainImages]:
+    """Return the images of train, val and test, not yet decoded."""
+    augmentation = regions = None
+    if options.augment != "none":
+        augmentation = PaperAugmentation(options.input_size, erase=options.augment == "erase")
+    if options.keep_off is not None:
+        regions = read_regions(data, Path(options.keep_off))
+        log(f"keeping the attention off regions of {sum(map(bool, regions)):,} of {len(data.train):,} images")
+    train = TrainImages(data.train, options.input_size, augmentation, regions, options.seed)
+    return [train, *(TrainImages(samples, options.input_size) for samples in (data.val, data.test))]
+
+
+def _warn_of_images(problems: list[str], black: list[str], log: Log) -> None:
     if problems:
         log(WarningLine(
             f"warning: left out {len(problems)} image(s) that cannot be decoded: {shorten_list(problems)}; replace or "
@@ -255,25 +279,6 @@ def prepare_images(
             f"warning: {len(black)} image(s) are nearly black, with no value above a sixteenth of the range: "
             f"{shorten_list(black)}; scale 12-bit data in 16-bit files first, for inference too"
         ))  # fmt: skip
-    batch_size = options.batch_size or 1
-    if min(batch_size, len(train)) < 2 * fabric.world_size:
-        raise UsageError(
-            f"batches of {batch_size} from {len(train)} images over {fabric.world_size} process(es): "
-            "each needs at least 2 images; give a larger --batch-size, or start fewer processes"
-        )
-    _warn_of_copies(train, val, "validation", data.root, log)
-    copied = _warn_of_copies(train, test, "test", data.root, log)
-    data = replace(data, train=train.samples, val=val.samples, test=test.samples)
-    share = fabric.global_rank, fabric.world_size
-    workers = machine.default_num_workers(fabric.device, cached) if options.workers is None else options.workers
-    once = 0 if fabric.device.type == "cpu" else workers
-    loaders = Loaders(
-        Batches(train, batch_size, shuffle_seed=options.seed, workers=workers, share=share),
-        Batches(val, EVALUATION_BATCH, workers=0 if cached else workers, share=share) if len(val) else None,
-        Batches(test, EVALUATION_BATCH, workers=once, share=share) if len(test) else None,
-        copied,
-    )
-    return data, loaders, {"workers": workers, "cached": cached}
 
 
 def _warn_of_copies(

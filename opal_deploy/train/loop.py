@@ -32,7 +32,7 @@ from opal_deploy.model.backbones import get_library
 from opal_deploy.model.neighbours import MAX_IMAGES
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train import checkpoints, head_fit, machine, out_of_fold
-from opal_deploy.train.checkpoints import LabelledOutputs, RunWriter, TrainState
+from opal_deploy.train.checkpoints import LabelledOutputs, Measurements, RunWriter, TrainState
 from opal_deploy.train.images import MEGABYTE, Batches, Loaders, normalize, prepare_images
 from opal_deploy.train.losses import NetworkTerms, Objective, make_objective, read_regions_channel
 from opal_deploy.train.network import (
@@ -147,21 +147,12 @@ def _train(run: Run, run_dir: TrainRunDirectory, last: dict[str, Any] | None, *,
     data, loaders, batch_config = prepare_images(run.data, run.options, fabric, run.progress, run.log)
     run, options = replace(run, data=data), run.options
     network = build_network(options, data.class_names, run.start).to(fabric.device)
-    fitted = None
-    if last is None:
-        fits = options.fits_head(new_classes=run.new_classes)
-        if fabric.is_global_zero:
-            heads = int(fits) + (out_of_fold.count_folds(len(data.train)) if fits and loaders.val is None else 0)
-            run.log(describe_cost(run, network, loaders.train.images, heads))
-        fitted = fit_frozen(run, network, loaders, background) if fits else None
-    # initial weights are the same in every process, random numbers drawn while training are not
-    torch.manual_seed(options.seed + 1_000_003 * fabric.global_rank)
-    if fabric.world_size > 1 and fabric.device.type == "cuda":
-        get_library(options.backbone).convert_sync_batch_norm(network)
-    objective = make_objective(options, data, network.head)
-    model: Any = NetworkTerms(network, adversarial=options.adversarial > 0)
-    model, optimizer = fabric.setup(model, torch.optim.Adam(network.parameters(), lr=options.lr))
-    trained, epochs = Trained(network, model, optimizer, objective), options.epochs or 0
+    fits = last is None and options.fits_head(new_classes=run.new_classes)
+    if last is None and fabric.is_global_zero:
+        heads = int(fits) + (out_of_fold.count_folds(len(data.train)) if fits and loaders.val is None else 0)
+        run.log(describe_cost(run, network, loaders.train.images, heads))
+    fitted = fit_frozen(run, network, loaders, background) if fits else None
+    trained, epochs = start_training(run, network), options.epochs or 0
     weights = run.start.training.get("weights") if run.start else describe_weights(network, options.weights_name)
     config = run.identify() | {
         "epochs": epochs, "batch_size": options.batch_size, "data": data.summary(), "weights": weights,
@@ -187,12 +178,32 @@ def _train(run: Run, run_dir: TrainRunDirectory, last: dict[str, Any] | None, *,
         elif fitted is not None:
             epochs = finish_head_fit(trained, fitted, time.perf_counter() - began, state, writer)
         train_epochs(trained, state, writer, epochs)
+        # slots that fine-tuning did not improve are fitted to all images by `fit`
+        if run.ends_on_all and state.best is not None and (state.best[0] or options.head == "plain"):
+            measured = writer.write_best(state, is_last=False)
+            writer = train_on_all(writer, measured, state, epochs)
         return writer.finish(state)
 
 
-def fit_frozen(run: Run, network: OpalNetwork, loaders: Loaders, background: list[Sample]) -> Fitted:
+def start_training(run: Run, network: OpalNetwork) -> Trained:
+    """Return a network, whose head may be fitted, ready for its first epoch."""
+    options, fabric = run.options, run.fabric
+    # initial weights are the same in every process, random numbers drawn while training are not
+    torch.manual_seed(options.seed + 1_000_003 * fabric.global_rank)
+    if fabric.world_size > 1 and fabric.device.type == "cuda":
+        get_library(options.backbone).convert_sync_batch_norm(network)
+    objective = make_objective(options, run.data, network.head)
+    model: Any = NetworkTerms(network, adversarial=options.adversarial > 0)
+    model, optimizer = fabric.setup(model, torch.optim.Adam(network.parameters(), lr=options.lr))
+    return Trained(network, model, optimizer, objective)
+
+
+def fit_frozen(
+    run: Run, network: OpalNetwork, loaders: Loaders, background: list[Sample], *, measures: bool = True
+) -> Fitted:
     """Fit the head to the frozen backbone on the training images; without validation images, answer out of fold.
 
+    Without `measures` the head is fitted, and nothing else is computed or logged.
     Slots of classes that the start has too begin where they are there; those of the folds do not, since they were
     fitted to images that a fold must not know.
     """
@@ -209,9 +220,9 @@ def fit_frozen(run: Run, network: OpalNetwork, loaders: Loaders, background: lis
     answers = training = None
     # several processes keep a share of the features each, so the first one answers all images later
     known = pool_features(network, background if fabric.world_size == 1 else (), progress=run.progress)
-    if loaders.val is None:
+    if loaders.val is None and measures:
         answers = out_of_fold.answer_out_of_fold(run, network, frozen, known)
-    elif fabric.world_size == 1 and len(run.data.train) <= _MAX_COMPARED:
+    elif measures and fabric.world_size == 1 and len(run.data.train) <= _MAX_COMPARED:
         run.log(out_of_fold.compare_plainly(run, network, frozen))
     if frozen.basis is not None:
         head = out_of_fold.new_head(network, frozen, options.seed)
@@ -219,7 +230,7 @@ def fit_frozen(run: Run, network: OpalNetwork, loaders: Loaders, background: lis
             frozen.basis.copy_slots(network.head, find_kept_slots(run.data.class_names, run.start)[0], head)
     objective = make_objective(options, run.data, head, fitting=True)
     fit_of_head = head_fit.fit_head(head, frozen, objective, fabric, steps=options.head_steps, progress=run.progress)
-    if fabric.world_size == 1:
+    if fabric.world_size == 1 and measures:
         training = out_of_fold.answer_images_in_memory(run, network, head, frozen, known)
     if frozen.basis is not None:
         frozen.basis.set_projection(network.head, head)
@@ -293,8 +304,46 @@ def learning_rate(options: TrainOptions, progress: float) -> float:
     return options.lr * warm_up * (1 + math.cos(math.pi * progress)) / 2
 
 
+def train_on_all(held_out: RunWriter, measured: Measurements, state: TrainState, epochs: int) -> RunWriter:
+    """Train anew on the validation images too, for as many of `epochs` as were best; return the writer of the result.
+
+    The state's best weights become these. Metrics, calibration and thresholds stay those `measured` on the network that
+    had not seen the validation images, which is kept where the loss does not stay finite.
+    """
+    run, best = held_out.run, measured.epoch
+    data = replace(run.data, train=[*run.data.train, *run.data.val], val=[], whole=None)
+    kind = f"training again for {best} epochs" if best else "fitting the classifier again"
+    run.log(f"{kind} on all {len(data.train):,} images, those set aside too; best.pt can be used meanwhile")
+    data, loaders, _ = prepare_images(data, run.options, run.fabric, run.progress, lambda line: None)
+    run = replace(run, data=data)
+    network = build_network(run.options, data.class_names, run.start).to(run.fabric.device)
+    fit_frozen(run, network, loaders, [], measures=False)
+    trained = start_training(run, network)
+    try:
+        for epoch in range(1, best + 1):
+            train_epoch(run, trained, loaders, epoch, epochs)
+    except DivergenceError as error:
+        run.log(WarningLine(f"warning: {error}; best.pt stays as it was"))
+        return held_out
+    config = {**held_out.config, "data": data.summary()}
+    writer = RunWriter(held_out.run_dir, run, network, loaders, held_out.background, config)
+    writer.measure_after(measured)
+    state.best_weights = checkpoints.copy_weights(network)
+    return writer
+
+
 def run_epoch(run: Run, trained: Trained, loaders: Loaders, epoch: int, epochs: int) -> tuple[EpochRecord, Evaluation]:
-    """Train and validate one epoch, counted from 1.
+    """Train and validate one epoch, counted from 1; raise DivergenceError as `train_epoch` does."""
+    began, per_epoch = time.perf_counter(), len(run.data.train) + len(run.data.val)
+    record = train_epoch(run, trained, loaders, epoch, epochs)
+    run.progress(epoch * per_epoch - len(run.data.val), epochs * per_epoch, f"epoch {epoch}/{epochs}, validating")
+    _, val = validate(run, trained, loaders, epoch=epoch)
+    seconds = time.perf_counter() - began
+    return replace(record, val_loss=val.loss, val_accuracy=val.accuracy, seconds=seconds), val
+
+
+def train_epoch(run: Run, trained: Trained, loaders: Loaders, epoch: int, epochs: int) -> EpochRecord:
+    """Train one epoch, counted from 1; return its record, with no figures of validation.
 
     DivergenceError: a loss is not finite; raised in every process alike.
     """
@@ -329,13 +378,10 @@ def run_epoch(run: Run, trained: Trained, loaders: Loaders, epoch: int, epochs: 
     seconds = time.perf_counter() - began
     # without synchronised batch norm, processes differ in their statistics: evaluate those that will be saved
     machine.share_buffers(fabric, trained.network)
-    run.progress(images_done + seen, total, f"epoch {epoch}/{epochs}, validating")
-    _, val = validate(run, trained, loaders, epoch=epoch)
-    record = EpochRecord(
-        epoch, loss / seen, correct / seen, val.loss, val.accuracy, time.perf_counter() - began, seen / seconds,
-        waited / seconds, kept_off / seen,
+    return EpochRecord(
+        epoch, loss / seen, correct / seen, math.nan, math.nan, seconds, seen / seconds, waited / seconds,
+        kept_off / seen,
     )  # fmt: skip
-    return record, val
 
 
 def train_step(fabric: Fabric, trained: Trained, images: Tensor, labels: Tensor, global_batch: int) -> Tensor:

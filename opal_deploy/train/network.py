@@ -59,6 +59,12 @@ class Run:
         """Whether `start` has other classes, so that a head must be fitted."""
         return self.start is not None and self.start.class_names != self.data.class_names
 
+    @property
+    def ends_on_all(self) -> bool:
+        """Whether training is repeated on all images, those that were set aside to validate too."""
+        whole = self.data.whole
+        return whole is not None and self.options.trains_on_all(len(whole.train), new_classes=self.new_classes)
+
     def identify(self) -> dict[str, Any]:
         """Return what a run must have in common with the one that it goes on with."""
         start = self.start
@@ -191,7 +197,8 @@ def describe_cost(run: Run, network: OpalNetwork, images: TrainImages, heads: in
             return line
         line += ", then "
     line += f"{epochs} epochs of about {_round(epoch)} each, {_round(epochs * epoch)} in all"
-    return line + ("; --epochs 0 fits the head only" if heads else "")
+    again = ", then the best number of them again on all images" if run.ends_on_all else ""
+    return line + again + ("; --epochs 0 fits the head only" if heads else "")
 
 
 def measure_seconds_per_image(network: OpalNetwork, images: TrainImages) -> float:

@@ -212,6 +212,11 @@ class TrainOptions(Options):
         planned = self.plan(num_images, new_classes=new_classes)
         return able and self.fits_head(new_classes=new_classes) and planned.epochs == 0
 
+    def trains_on_all(self, num_images: int, *, new_classes: bool = False) -> bool:
+        """Return whether one process, which set images aside, trains on all of them in the end: few are worth it."""
+        able = os.environ.get("WORLD_SIZE", "1") == "1" and self.minutes is None
+        return able and self.fits_head(new_classes=new_classes) and num_images <= _MAX_FROZEN
+
     def fits_head(self, *, new_classes: bool) -> bool:
         """Return whether a head is fitted first; one that another run has trained is not, but for other classes."""
         return self.head_steps > 0 and (self.start_from is None or new_classes)

@@ -17,7 +17,8 @@ from opal_deploy.model import checkpoint
 from opal_deploy.train.head_fit import Basis
 from opal_deploy.train.machine import start_fabric
 from opal_deploy.train.out_of_fold import OutOfFold, assign_folds, find_doubtful, group_copies, write_answers
-from tests.train.fitting import fit
+from tests.builders import SMALL_BACKBONE
+from tests.train.fitting import fit, small
 
 
 def read_answers(result):
@@ -84,6 +85,33 @@ def test_fine_tuning_afterwards_sets_images_aside_and_begins_with_a_head_fitted_
     assert any("sets" in line and "aside" in line for line in lines)
     # of the other head, unless it came back
     assert (out / "answers.csv").exists() is (result.config["data"]["val"] == 0)
+
+
+def test_fine_tuning_that_gains_ends_on_all_images_and_keeps_the_figures_of_those_set_aside(squares, tmp_path):
+    # with adversarial training the last epoch counts as the best
+    options = small(backbone=SMALL_BACKBONE, head_steps=1, epochs=1, batch_size=8, size=64, adversarial=0.1)
+
+    def interrupt(line):
+        if line.startswith("training again"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(squares, options, tmp_path, log=interrupt)
+    held_out = checkpoint.load(tmp_path / "best.pt")
+    assert held_out.training["data"]["val"] == 6
+    assert not (tmp_path / "summary.json").exists()
+    resumed = fit(squares, options, tmp_path, resume=True)
+    once = fit(squares, options, tmp_path / "once")
+    assert once.best_epoch > 0
+    models = [checkpoint.load(result.best) for result in (resumed, once)]
+    weights, expected, before = (model.network.state_dict() for model in (*models, held_out))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert not torch.equal(weights["head.projection.weight"], before["head.projection.weight"])
+    assert (models[1].training["data"]["train"], models[1].training["data"]["val"]) == (30, 0)
+    for name in ("val_accuracy", "val_images"):
+        assert models[1].metrics[name] == held_out.metrics[name]
+    assert (models[1].calibration.split, models[1].baseline.split) == ("held-out", "held-out")
+    assert models[1].metrics["test_images"] == 9
 
 
 def test_other_classes_keep_the_slots_of_those_that_stay(all_images, fitted_options, trained, tmp_path):
