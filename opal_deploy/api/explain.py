@@ -59,12 +59,12 @@ def write_sheets(images: Sequence[str], model: StrPath | None, options: ExplainO
     labels = read_labels(options.labels) if options.labels else None
     sessions, build = _open(model, options, boxed=crops is not None)
     inference = InferenceOptions(batch=1, workers=1, max_pixels=options.max_pixels, keep_images=True, keep_outputs=True)
-    found = annotate(discovery.discover(images, Skipped(), sys.stdin), crops, labels)
+    inputs = annotate(discovery.discover(images, Skipped(), sys.stdin), crops, labels)
     documents: list[dict[str, Any]] = []
     failed = 0
     progress = as_progress(options.progress)
     total = Inputs(images, boxes=crops).count()
-    for index, result in enumerate(predict_stream(found, sessions, inference)):
+    for index, result in enumerate(predict_stream(inputs, sessions, inference)):
         name = result.prepared.input.name
         try:
             path = output if single else output / Path(overlay_name(index, name)).with_suffix(".png").name

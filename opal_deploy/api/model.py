@@ -147,12 +147,12 @@ class Model:
         box_list = _parse_boxes(boxes, len(sources), one=one)
         self._caution(boxed=boxes is not None)
         options = self._make_options(self.predict, thresholds, batch, top=top, max_pixels=max_pixels)
-        found = [InputImage(source_name(source), source, box) for source, box in zip(sources, box_list, strict=True)]
+        inputs = [InputImage(source_name(source), source, box) for source, box in zip(sources, box_list, strict=True)]
         records = Explanations()
         with show_progress("predict") if progress is True else nullcontext(as_progress(progress)) as report:
-            for image, result in zip(found, predict_stream(iter(found), self.sessions, options), strict=True):
+            for image, result in zip(inputs, predict_stream(iter(inputs), self.sessions, options), strict=True):
                 records.append(Explanation(result.record, Origin(self, image.source, image.crop, options)))
-                report(len(records), len(found), "")
+                report(len(records), len(inputs), "")
         return records[0] if one else records
 
     def stream(
@@ -182,19 +182,19 @@ class Model:
         self._caution(boxed=False)
         options = self._make_options(self.stream, thresholds, batch, workers=workers, top=top, max_pixels=max_pixels)
         if isinstance(images, str | os.PathLike):
-            inputs = [os.fspath(images)]
-            check_inputs(inputs)
-            found = discover(inputs, Skipped())
+            places = [os.fspath(images)]
+            check_inputs(places)
+            inputs = discover(places, Skipped())
         else:
             several = cast(Iterable[Source | Tensor], [images] if _is_one(images) else images)
-            found = (InputImage(source_name(source), source) for source in map(_to_source, several))
-        return self._stream(found, options, progress)
+            inputs = (InputImage(source_name(source), source) for source in map(_to_source, several))
+        return self._stream(inputs, options, progress)
 
     def _stream(
-        self, found: Iterator[InputImage], options: InferenceOptions, progress: ProgressChoice | None
+        self, inputs: Iterator[InputImage], options: InferenceOptions, progress: ProgressChoice | None
     ) -> Iterator[Explanation]:
         with show_progress("predict") if progress is True else nullcontext(as_progress(progress)) as report:
-            for number, result in enumerate(predict_stream(found, self.sessions, options), 1):
+            for number, result in enumerate(predict_stream(inputs, self.sessions, options), 1):
                 source = result.prepared.input.source
                 # pixels of all images that were streamed would fill the memory of a caller who keeps the records
                 kept = source if isinstance(source, str | os.PathLike) else None

@@ -272,15 +272,15 @@ def check_document(raw: Any, kind: type[T], name: str = "") -> T:
         return msgspec.convert(raw, kind, str_keys=True)
     except msgspec.ValidationError as error:
         message, _, where = str(error).replace("`key` in ", "").partition(" - at `$")
-        found = raw
+        value = raw
         # the key of an entry of a dictionary is not told
         for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", where.partition("[...]")[0]):
-            found = found[int(index)] if index else found[key]
+            value = value[int(index)] if index else value[key]
         path = f"{name}{where}".strip(".`") or "document"
     except UnicodeEncodeError as error:
         # half a surrogate pair where something else than text is expected
-        path, found, message = name or "document", error.object, "Expected no text"
-    raise ArtifactError(f"{path} {SHORT.repr(found)}: {message}")
+        path, value, message = name or "document", error.object, "Expected no text"
+    raise ArtifactError(f"{path} {SHORT.repr(value)}: {message}")
 
 
 def check_values(raw: Any, name: str) -> None:

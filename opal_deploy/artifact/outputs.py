@@ -161,7 +161,7 @@ class Outputs:
 
 # the outputs that are fields of `Outputs`, and those of `export --outputs topk`
 OUTPUT_SPECS: dict[str, OutputSpec] = {
-    each.name: each.metadata["spec"] for each in fields(Outputs) if "spec" in each.metadata
+    field.name: field.metadata["spec"] for field in fields(Outputs) if "spec" in field.metadata
 }
 PER_IMAGE = tuple(name for name, spec in OUTPUT_SPECS.items() if spec.tolerance is not None)
 TOP_SPECS: dict[str, OutputSpec] = {
@@ -206,7 +206,7 @@ def check_tensors(metadata: Metadata, actual: Mapping[str, tuple[tuple[Any, ...]
     fits = actual.keys() == expected.keys() and all(
         dtype == actual[name][1]
         and len(shape) == len(actual[name][0])
-        and all(size == found or not isinstance(found, int) for size, found in zip(shape, actual[name][0], strict=True))
+        and all(size == own or not isinstance(own, int) for size, own in zip(shape, actual[name][0], strict=True))
         for name, (shape, dtype) in expected.items()
     )
     if not fits:

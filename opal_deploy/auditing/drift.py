@@ -181,11 +181,13 @@ def _write_page(
     It needs no other file and no network. Raises UsageError if it cannot be written, or a run cannot be read again.
     """
     assert options.html is not None
-    found, root, names = report.shifts[:_SHOWN], Path(options.root), report.class_names
-    if found:
-        after = _draw_examples(now, found, root, is_now=True)
-        before = [[] for _ in found] if earlier is None else _draw_examples(earlier, found, root, is_now=False)
-        shown = [(shift, shift.describe(names), old, new) for shift, old, new in zip(found, before, after, strict=True)]
+    shifts, root, names = report.shifts[:_SHOWN], Path(options.root), report.class_names
+    if shifts:
+        after = _draw_examples(now, shifts, root, is_now=True)
+        before = [[] for _ in shifts] if earlier is None else _draw_examples(earlier, shifts, root, is_now=False)
+        shown = [
+            (shift, shift.describe(names), old, new) for shift, old, new in zip(shifts, before, after, strict=True)
+        ]
     else:
         # what was compared of all images
         of_all = {test.kind: test for test in report.tests if test.slot is None}.values()

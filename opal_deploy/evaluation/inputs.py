@@ -235,7 +235,8 @@ def read_inputs(
         warnings.append(f"{path} was trained on {names[0]} but is measured on {names[1]}; see --boxes and --no-boxes")
     if trained_on_all and data_set.whole is not None:
         warnings.append(
-            f"{path} was trained on all images of a data set, perhaps on these; `inspect` has its answers out of fold"
+            f"{path} was trained on all images of a data set, perhaps on these; `inspect` has figures of images that "
+            "it had not seen"
         )
     for line in warnings:
         options.log(WarningLine(f"warning: {line}"))

@@ -193,7 +193,7 @@ def compare_presets(session: Session, samples: Sequence[Sample], result: Evaluat
     metadata = session.metadata
     chosen = choose_samples(samples, _PRESET_IMAGES)
     own = float((result.outputs.logits[chosen].argmax(1) == result.labels[chosen]).mean())
-    best, found = own, ""
+    best, fitting = own, ""
     for name, preset in PRESETS.items():
         if preset.is_bgr:
             # the order of channels is in the graph
@@ -203,9 +203,9 @@ def compare_presets(session: Session, samples: Sequence[Sample], result: Evaluat
         outputs = cast(Any, session).run_normalised(normalise(pixels, preset.mean, preset.std))
         accuracy = float((outputs.logits.argmax(1) == result.labels[chosen]).mean())
         if accuracy > best + _CLEARLY:
-            best, found = accuracy, name
-    if found:
+            best, fitting = accuracy, name
+    if fitting:
         yield (
-            f"warning: accuracy {own:.0%} of {len(chosen)} images, with preset {found} {best:.0%}: wrong "
-            f"preprocessing? Export it again with --preprocess {found}"
+            f"warning: accuracy {own:.0%} of {len(chosen)} images, with preset {fitting} {best:.0%}: wrong "
+            f"preprocessing? Export it again with --preprocess {fitting}"
         )

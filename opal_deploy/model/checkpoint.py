@@ -185,8 +185,8 @@ def load(
     elif arch is not None or (raw and all(isinstance(value, Tensor) for value in raw.values())):
         checkpoint = _load_foreign(path, raw, class_names, assumptions or Assumptions(), arch)
     else:
-        found = ", ".join(sorted(map(str, raw))[:8])
-        raise CheckpointError(f"{path}: neither a checkpoint of ours nor a bare state dict (found keys {found})")
+        keys = ", ".join(sorted(map(str, raw))[:8])
+        raise CheckpointError(f"{path}: neither a checkpoint of ours nor a bare state dict (found keys {keys})")
     checkpoint.source = {"file": path.name, "sha256": compute_sha256(path), **checkpoint.source}
     checkpoint.network.eval()
     return checkpoint

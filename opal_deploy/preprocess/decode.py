@@ -291,9 +291,10 @@ def _from_floats(values: NDArray[np.float32]) -> Image.Image:
     """
     low, high = float(values.min()), float(values.max())
     if not (low >= 0 and high <= 1):
-        found = f"from {low:g} to {high:g}" if math.isfinite(high - low) else "that include NaN or infinity"
+        values_range = f"from {low:g} to {high:g}" if math.isfinite(high - low) else "that include NaN or infinity"
         raise ImageError(
-            "unsupported_image", f"its pixels are floats {found}; expected 0 to 1: scale them, or save it as 8-bit"
+            "unsupported_image",
+            f"its pixels are floats {values_range}; expected 0 to 1: scale them, or save it as 8-bit",
         )
     return Image.fromarray(np.rint(values * 255).astype(np.uint8)).convert("RGB")
 

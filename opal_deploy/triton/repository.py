@@ -115,9 +115,9 @@ def _read_tensor_model(path: Path) -> TensorModel:
     if model_kind(path) == "engine":
         sidecar = check_engine(path)
         if sidecar.builder["name"] != "tensorrt" or sidecar.batch.min > 1:
-            found = f"{sidecar.builder['name']} and batches from {sidecar.batch.min} found"
+            kind = f"{sidecar.builder['name']} and batches from {sidecar.batch.min} found"
             advice = "give the ONNX file, or build an engine with --builder tensorrt and batches from 1"
-            raise UsageError(f"{path}: Triton cannot serve the engine: {found}; {advice}")
+            raise UsageError(f"{path}: Triton cannot serve the engine: {kind}; {advice}")
         details = {"tensorrt": str(sidecar.builder["version"]), "target": str(sidecar.target["sm"])}
         return TensorModel("tensorrt", sidecar.batch, sidecar.metadata, str(sidecar.engine["sha256"]), details)
     metadata = onnx_file.read_metadata(path)

@@ -184,7 +184,7 @@ class _Sheet:
             self._add(Text(x + _PATCH + 8, top + 10, "looks like, in training images", _SMALL, FAINT))
         self._add(Text(self.width - _MARGIN, top + 10, _HEADINGS.get(self.meaning, self.meaning), _SMALL, FAINT, "end"))
         y = top + 20
-        patches = {slot.slot: found for slot, found in zip(record.evidence, self.patches, strict=True)}
+        patches = {slot.slot: patch for slot, patch in zip(record.evidence, self.patches, strict=True)}
         values = [bar_value(slot) for slot in record.evidence]
         ends = self._bar_ends(record.evidence)
         for slot in rank_slots(record.evidence, self.meaning):
