@@ -14,8 +14,8 @@ PARALLEL := --numprocesses auto --dist loadfile --no-loadscope-reorder
 TRITON_VENV := .venv-triton
 TRITON_INSTALLED := $(TRITON_VENV)/.installed
 
-# ONNX Runtime's CUDA provider, which runs over stub libraries in tests/gpu_stubs, and the bindings of TensorRT; everything
-# else, the CPU's ONNX Runtime excepted, comes from .venv
+# ONNX Runtime's CUDA provider, which runs over stub libraries in tests/gpu_stubs, the bindings of TensorRT and its lean
+# runtime; everything else, the CPU's ONNX Runtime excepted, comes from .venv
 GPU_STUBS_VENV := .venv-gpu-stubs
 GPU_STUBS_INSTALLED := $(GPU_STUBS_VENV)/.installed
 
@@ -47,7 +47,7 @@ help:
 	@echo "make quick-model  train the model of \`demo --quick\` again"
 	@echo "make test      the tests (about 9 minutes on 2 cores)"
 	@echo "make triton-venv  tritonserver for the tests that start one (Linux on x86_64; 60 MB)"
-	@echo "make gpu-stubs-venv  onnxruntime-gpu for the tests over stub CUDA libraries (Linux on x86_64; 400 MB)"
+	@echo "make gpu-stubs-venv  onnxruntime-gpu for the tests over stub CUDA libraries (Linux on x86_64; 450 MB)"
 	@echo "make ort-web   ONNX Runtime Web, axe and pyright by npm, for tests (200 MB)"
 	@echo "make test-cabrnet   exported PIP-Net and ProtoPNet files, compared with CaBRNet itself (5 minutes)"
 	@echo "make test-classifiers  classifiers of torchvision, timm, Ultralytics, Keras and Hugging Face (2 GB; 20 minutes)"
@@ -89,7 +89,8 @@ $(GPU_STUBS_INSTALLED): $(INSTALLED)
 	@$(BIN)/python -c 'import platform as p, sys; sys.exit((p.system(), p.machine()) != ("Linux", "x86_64"))' || \
 	  { echo "no onnxruntime-gpu for this machine; tests that need it are skipped"; exit 0; }; \
 	$(BIN)/python -m pip --python $(GPU_STUBS_VENV)/bin/python install --quiet --disable-pip-version-check --no-deps \
-	  'onnxruntime-gpu>=1.27,<1.32' 'cuda-bindings>=13,<14' 'cuda-pathfinder>=1.3,<2' 'tensorrt-cu13-bindings>=11,<12'
+	  'onnxruntime-gpu>=1.27,<1.32' 'cuda-bindings>=13,<14' 'cuda-pathfinder>=1.3,<2' 'tensorrt-cu13-bindings>=11,<12' \
+	  'tensorrt-lean-cu13>=11,<12' 'tensorrt-lean-cu13-bindings>=11,<12' 'tensorrt-lean-cu13-libs>=11,<12'
 	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > "$$($(GPU_STUBS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
 	@touch $@

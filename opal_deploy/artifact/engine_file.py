@@ -89,6 +89,8 @@ class Sidecar:
         """Return the command that builds this engine again with the same options, to be run on the target machine."""
         source = engine.with_name(str(self.onnx["file"]))
         words = ["opal-deploy", "export", str(source), "--trt", "--rebuild", "--batch", str(self.batch)]
+        # a switch that was on
+        words += [f"--{name}" for name, value in self.options.items() if value is True]
         return shlex.join(words)
 
     def to_dict(self) -> dict[str, Any]:

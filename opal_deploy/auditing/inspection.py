@@ -96,7 +96,7 @@ def _inspect_engine(path: Path, file: str) -> Inspection:
     intact, state = _check_digest(lambda: check_engine(path))
     metadata, checks = sidecar.metadata, read_checks(path)
     builder, target, built = sidecar.builder, sidecar.target, sidecar.built
-    options = ", ".join(f"{k} {v}" for k, v in sidecar.options.items() if v and k != "batch")
+    options = ", ".join(name for name, value in sidecar.options.items() if value is True)
     gpu = f" ({target['gpu']})" if target.get("gpu") else ""
     document = {
         "path": str(path), "kind": "engine", "intact": intact, **sidecar.to_dict(),

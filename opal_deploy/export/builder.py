@@ -2,7 +2,7 @@
 
 The rule of `opal-deploy export --trt`:
 
-1. TensorRT, where it and a GPU are present and the target is that GPU.
+1. TensorRT, where it and a GPU are present and the target is that GPU, and for --lean.
 2. Otherwise TensorRT for RTX, ahead of time and without a GPU, for every --target; by default the GPU that is present,
    else sm80.
 
@@ -69,7 +69,9 @@ def choose_engine_targets(
     chosen = list(dict.fromkeys(map(parse_target, options.target)))
     elsewhere = [sm for sm in chosen if sm != present]
     is_native = gpu is not None and not elsewhere and version_of(TENSORRT) is not None
-    builder: str = options.builder or (TENSORRT if is_native else TENSORRT_RTX)
+    builder: str = options.builder or (TENSORRT if is_native or options.lean else TENSORRT_RTX)
+    if options.lean and builder == TENSORRT_RTX:
+        raise UsageError("--lean: only TensorRT builds for its lean runtime; leave out --builder, or --lean")
     if version_of(builder) is None:
         raise MissingExtra(f"{builder}-cu13", EXTRAS[builder], f"export --trt with --builder {builder}")
     if builder == TENSORRT_RTX:
@@ -139,6 +141,10 @@ class Network:
         trt, config = self.library.module, self._builder.create_builder_config()
         # fp32 means TF32 off; the flag is on by default
         config.clear_flag(trt.BuilderFlag.TF32)
+        if options.lean:
+            # without the copy of the lean runtime that TensorRT would add, so that an engine holds no code of the host
+            config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
+            config.set_flag(trt.BuilderFlag.EXCLUDE_LEAN_RUNTIME)
         if self.library.name == TENSORRT_RTX:
             config.num_compute_capabilities = 1
             config.set_compute_capability(getattr(trt.ComputeCapability, target.sm.upper()), 0)

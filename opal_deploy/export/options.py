@@ -43,6 +43,7 @@ class EngineOptions(Options):
         ),
     ] = ()
     batch: Annotated[int | str, Option("Batch sizes MIN:OPT:MAX, or one size.", panel=_ENGINES, cli=str)] = "1:64:256"
+    lean: Annotated[bool, Option("Build for TensorRT's lean runtime, too (extra trt-lean).", panel=_ENGINES)] = False
     rebuild: Annotated[bool, Option("Build even if the same engine exists.", panel=_ENGINES)] = False
 
     def __post_init__(self) -> None:
@@ -65,7 +66,9 @@ class EngineOptions(Options):
     def to_dict(self) -> dict[str, Any]:
         """Return the options that change the engine, for its sidecar."""
         batch = self.batch_range
-        return {"batch": [batch.min, batch.opt, batch.max], "tf32": False}
+        # without the switch the same document as ever, so that earlier engines are reused
+        lean = {"lean": True} if self.lean else {}
+        return {"batch": [batch.min, batch.opt, batch.max], "tf32": False, **lean}
 
 
 @dataclass(frozen=True, kw_only=True)

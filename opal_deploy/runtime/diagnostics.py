@@ -22,7 +22,7 @@ from opal_deploy.runtime.devices import Driver
 RequiredDevice = Literal["cpu", "gpu", "any"]
 # what was never seen working; `doctor` prints it, and nothing may claim more
 NEVER_RUN = (
-    "TensorRT and TensorRT for RTX: engines of the latter are built in our tests; none was ever run on hardware",
+    "TensorRT, its lean runtime and TensorRT for RTX: our tests build engines of the last; none ever ran on hardware",
 )
 
 # a TensorRT consists of three distributions, and pip leaves the first in place where NVIDIA's own index was not used
@@ -129,7 +129,7 @@ def _inspect_onnxruntime(driver: Driver) -> list[RuntimeStatus]:
 
 
 def tensorrt_version(name: str) -> str | None:
-    """Return the version of `tensorrt` or `tensorrt-rtx` if all of its parts are installed, without importing it."""
+    """Return the version of `tensorrt` or its like if all of its parts are installed, without importing it."""
     modules = [name.replace("-", "_") + part for part in _TENSORRT_PARTS]
     version = installed_version(f"{name}-cu13", name)
     return version if version and all(map(is_installed, modules)) else None
@@ -140,7 +140,8 @@ def _inspect_tensorrt(name: str, extra: str, driver: Driver) -> RuntimeStatus:
     if name == "tensorrt":
         install += " --extra-index-url \"$NVIDIA_INDEX\" (NVIDIA's package index: TensorRT's installation guide has it)"
     if version is None:
-        return RuntimeStatus(name, None, problem="not installed; export --trt and engines use it", advice=install)
+        use = "engines of export --lean" if name == "tensorrt-lean" else "export --trt and engines"
+        return RuntimeStatus(name, None, problem=f"not installed; {use} use it", advice=install)
     if tensorrt_version(name) is None:
         return RuntimeStatus(name, version, problem="incomplete: its bindings or libraries are missing", advice=install)
     problem, advice = diagnose_gpu(driver)
@@ -158,6 +159,7 @@ def inspect_runtimes(driver: Driver) -> list[RuntimeStatus]:
         *_inspect_onnxruntime(driver),
         _inspect_special("openvino", "openvino", "for --runtime openvino"),
         _inspect_tensorrt("tensorrt", "trt", driver),
+        _inspect_tensorrt("tensorrt-lean", "trt-lean", driver),
         _inspect_tensorrt("tensorrt-rtx", "trt-rtx", driver),
         _inspect_special("torch", "train,export", "for training, exporting and checkpoints"),
     ]

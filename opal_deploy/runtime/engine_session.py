@@ -56,7 +56,7 @@ class EngineSession(PipelineSession):
         self.metadata: Metadata = self.sidecar.metadata
         self._path = path
         self._rebuild = self.sidecar.rebuild_command(path)
-        name = str(self.sidecar.builder["name"])
+        name, version = tensorrt.find_runtime(self.sidecar)
         kind, index = parse_device(device)
         if kind == "cpu":
             raise UsageError(f"{path}: engines run only on NVIDIA GPUs; on the CPU use {self.sidecar.onnx['file']}")
@@ -64,7 +64,6 @@ class EngineSession(PipelineSession):
         if not driver.gpus:
             self._check_compatible(find_incompatibility(self.sidecar, None, driver, None))
         self._cuda = Cuda(index, tensorrt.EXTRAS.get(name, "trt"))
-        version = tensorrt.installed_version(name)
         self._check_compatible(find_incompatibility(self.sidecar, self._cuda.gpu, driver, version))
         self._library = tensorrt.load(name, "running this engine")
         # everything that the outcome of the test vectors depends on

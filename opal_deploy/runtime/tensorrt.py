@@ -1,7 +1,8 @@
-"""TensorRT and TensorRT for RTX: their Python bindings, and which engines run on which GPUs.
+"""TensorRT, its lean runtime and TensorRT for RTX: their Python bindings, and which engines run on which GPUs.
 
-Both libraries have one API under two import names. Compatibility is read from an engine's sidecar: TensorRT crashes or
-misbehaves on engines of other versions and GPUs, so it is checked before native code sees the engine.
+All have one API under their own import names; the lean runtime has only the part that runs engines. Compatibility is
+read from an engine's sidecar: TensorRT crashes or misbehaves on engines of other versions and GPUs, so it is checked
+before native code sees the engine.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from opal_deploy.runtime.diagnostics import tensorrt_version
 
 T = TypeVar("T")
 TENSORRT = "tensorrt"
+TENSORRT_LEAN = "tensorrt-lean"
 TENSORRT_RTX = "tensorrt-rtx"
-# the name of each in file names, as an extra of opal-deploy, and for people
+# the name of each builder in file names, and of each library as an extra of opal-deploy and for people
 SHORT_NAMES = {TENSORRT: "trt", TENSORRT_RTX: "rtx"}
-EXTRAS = {TENSORRT: "trt", TENSORRT_RTX: "trt-rtx"}
-TITLES = {TENSORRT: "TensorRT", TENSORRT_RTX: "TensorRT for RTX"}
+EXTRAS = {TENSORRT: "trt", TENSORRT_LEAN: "trt-lean", TENSORRT_RTX: "trt-rtx"}
+TITLES = {TENSORRT: "TensorRT", TENSORRT_LEAN: "TensorRT's lean runtime", TENSORRT_RTX: "TensorRT for RTX"}
 
 # NVIDIA's table of compute capabilities (developer.nvidia.com/cuda-gpus): the data centres' GPUs and some others
 _GPUS = {
@@ -47,7 +49,7 @@ DEFAULT_TARGET = "sm80"
 
 @dataclass(frozen=True)
 class Bindings:
-    """A loaded library, `tensorrt` or `tensorrt-rtx`.
+    """A loaded library, `tensorrt`, `tensorrt-lean` or `tensorrt-rtx`.
 
     `version` is the full one, such as 11.4.0.106: engines are bound to it.
     """
@@ -68,7 +70,7 @@ def installed_version(name: str) -> str | None:
 
 
 def load(name: str, purpose: str) -> Bindings:
-    """Import `tensorrt` or `tensorrt-rtx`.
+    """Import `tensorrt`, `tensorrt-lean` or `tensorrt-rtx`.
 
     Raises:
         MissingExtra: the library is not installed; `purpose` says what needs it.
@@ -114,23 +116,38 @@ def first_error(logger: Any) -> str:
     return logger.errors[0][:300] if logger.errors else "it gave no reason"
 
 
+def find_runtime(sidecar: Sidecar) -> tuple[str, str | None]:
+    """Return the name of the library that runs an engine on this machine, and its version; None if it is not installed.
+
+    That is the engine's builder, or for an engine of `export --lean` the lean runtime too. The version that built the
+    engine comes first, then the lean runtime.
+    """
+    builder, built = str(sidecar.builder["name"]), sidecar.builder["version"]
+    names = (TENSORRT_LEAN, builder) if sidecar.options.get("lean") else (builder,)
+    versions = {name: installed_version(name) for name in names}
+    return min(versions.items(), key=lambda item: (item[1] != built, item[1] is None))
+
+
 def find_incompatibility(sidecar: Sidecar, gpu: Gpu | None, driver: Driver, version: str | None) -> str:
     """Return one line on why an engine cannot run on a machine; empty if it can.
 
     Checked in this order: builder and version, compute capability, driver. `gpu` is None without a GPU, `version` where
-    the engine's builder is not installed.
+    no library that runs the engine is installed (see `find_runtime`).
     """
     name = str(sidecar.builder["name"])
     if gpu is None:
         return f"engines run only on NVIDIA GPUs: {driver.problem or 'none is here'}"
     if name not in TITLES:
         return f"it was built by {name!r}, which this version of opal-deploy does not know"
-    title = TITLES[name]
+    needed, lean = f"{TITLES[name]} {sidecar.builder['version']}", sidecar.options.get("lean")
     if version is None:
-        needed = f"{title} {sidecar.builder['version']}"
-        return f"it needs {needed}, which is not installed: {install_command(EXTRAS[name])}"
+        install = install_command(EXTRAS[TENSORRT_LEAN if lean else name])
+        has_lean = name == TENSORRT and installed_version(TENSORRT_LEAN) is not None
+        why = "; the lean runtime here runs only engines built with --lean" if has_lean else ""
+        return f"it needs {needed}, which is not installed: {install}{why}"
     if sidecar.builder["version"] != version:
-        return f"it was built by {title} {sidecar.builder['version']}, and {version} is installed here"
+        advice = f": pip install {TENSORRT_LEAN}-cu13=={sidecar.builder['version']}" if lean else ""
+        return f"it was built by {needed}, and {version} is installed here{advice}"
     platform_built_on = sidecar.builder.get("platform")
     if name == TENSORRT and platform_built_on not in (None, platform_name()):
         return f"it was built on {platform_built_on}, and this is {platform_name()}"
@@ -152,7 +169,7 @@ def find_incompatibility_here(sidecar: Sidecar, index: int) -> str:
     """Return why an engine cannot run on one of the GPUs that CUDA shows this process; empty if it can."""
     driver = visible_driver()
     gpu = next((gpu for gpu in driver.gpus if gpu.index == index), None)
-    return find_incompatibility(sidecar, gpu, driver, installed_version(str(sidecar.builder["name"])))
+    return find_incompatibility(sidecar, gpu, driver, find_runtime(sidecar)[1])
 
 
 def parse_target(text: str) -> str:

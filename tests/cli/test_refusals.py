@@ -42,6 +42,7 @@ REFUSED = {
     "export c.onnx --precision fp16 --top-k 3": "--top-k: only for --outputs topk; add that",
     "export c.onnx --trt --out x.engine": "--out x.engine: expected a folder with --trt",
     "export c.onnx --trt --calibrate .": "only int8 is calibrated",
+    "export c.onnx --trt --lean --builder tensorrt-rtx": "--lean: only TensorRT builds for",
     "export c.onnx --trt --precision fp32 --images nowhere": "built as it is; leave out --images",
     "export c.onnx --triton models --batch 1:8:16": "--batch",
     "export c.onnx --name birds": "only with --triton",

@@ -87,3 +87,10 @@ def test_tf32_is_off(small):
     flag = small.library.module.BuilderFlag.TF32
     assert small._builder.create_builder_config().get_flag(flag), "else it need not be turned off"
     assert not small._configure(SM80, EngineOptions()).get_flag(flag)
+
+
+def test_an_engine_for_the_lean_runtime_holds_no_copy_of_it(small):
+    flags = small.library.module.BuilderFlag
+    for lean in (False, True):
+        config = small._configure(SM80, EngineOptions(lean=lean))
+        assert {config.get_flag(flags.VERSION_COMPATIBLE), config.get_flag(flags.EXCLUDE_LEAN_RUNTIME)} == {lean}

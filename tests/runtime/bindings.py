@@ -1,13 +1,15 @@
 """The names of TensorRT's and TensorRT for RTX's Python bindings that this package uses."""
 
-# methods, properties and members of enums by class
-NAMES = {
+# methods, properties and members of enums by class: those that run engines, which the lean runtime has too
+RUNTIME_NAMES = {
     "ILogger": [],
     "Runtime": ["deserialize_cuda_engine"],
     "ICudaEngine": [
         "num_io_tensors", "get_tensor_name", "get_tensor_dtype", "get_tensor_shape", "create_execution_context",
     ],
     "IExecutionContext": ["set_input_shape", "set_tensor_address", "execute_async_v3"],
+}  # fmt: skip
+NAMES = RUNTIME_NAMES | {
     "Builder": [
         "create_network", "create_builder_config", "create_optimization_profile", "build_serialized_network",
     ],
@@ -16,8 +18,8 @@ NAMES = {
     "OnnxParser": ["parse", "num_errors", "get_error"],
     "ParserError": ["node", "node_name", "node_operator", "desc"],
     "ITensor": ["name", "shape"],
-    "IBuilderConfig": ["clear_flag", "add_optimization_profile", "progress_monitor"],
-    "BuilderFlag": ["TF32"],
+    "IBuilderConfig": ["clear_flag", "set_flag", "add_optimization_profile", "progress_monitor"],
+    "BuilderFlag": ["TF32", "VERSION_COMPATIBLE", "EXCLUDE_LEAN_RUNTIME"],
     "IProgressMonitor": ["phase_start", "phase_finish", "step_complete"],
 }  # fmt: skip
 RTX_NAMES = {

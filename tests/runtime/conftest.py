@@ -45,7 +45,10 @@ DRIVER = Driver("580.95.05", (13, 0), (L4,))
 
 @dataclass
 class Stand:
-    """An engine on disk and the machine that it is loaded on; `version` is None where no library is installed."""
+    """An engine on disk and the machine that it is loaded on.
+
+    `version` is that of the installed library, `lean` that of TensorRT's lean runtime; None where it is not installed.
+    """
 
     path: Path
     onnx: Path
@@ -54,13 +57,15 @@ class Stand:
     name: str
     driver: Driver = DRIVER
     version: str | None = VERSION
+    lean: str | None = None
 
     def open(self, **options):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_session, "read_driver", lambda: self.driver)
             patch.setattr(engine_session, "Cuda", lambda index, extra: self.cuda)
-            patch.setattr(tensorrt, "installed_version", lambda name: self.version)
-            patch.setattr(tensorrt, "load", lambda name, _: Bindings(name, self.trt, str(self.version)))
+            versions = {self.name: self.version, "tensorrt-lean": self.lean}
+            patch.setattr(tensorrt, "installed_version", versions.get)
+            patch.setattr(tensorrt, "load", lambda name, _: Bindings(name, self.trt, str(versions[name])))
             return EngineSession(self.path, **options)
 
     def describe(self, batch=(1, 2, 4), **changes):

@@ -11,12 +11,16 @@ from opal_deploy.artifact.engine_file import checks_path, read_checks, sidecar_p
 from opal_deploy.errors import ArtifactError, UsageError, VerificationError
 from opal_deploy.runtime import tensorrt
 from opal_deploy.runtime.devices import Driver, Gpu
+from tests.export.conftest import needs_rtx
 
 A100 = Gpu(0, "NVIDIA A100-SXM4-80GB", 80 << 30, (8, 0))
 L4 = Gpu(0, "NVIDIA L4", 24 << 30, (8, 9))
 OLD_DRIVER = {"driver": Driver("550.54", (12, 4), (L4,))}
 NO_GPU = {"driver": Driver(problem="no NVIDIA driver found")}
-BUILDER = {"name": "tensorrt", "version": "11.4.0.106", "cuda": 13}
+VERSION = "11.4.0.106"
+BUILDER = {"name": "tensorrt", "version": VERSION, "cuda": 13}
+LEAN_ONLY = {"version": None, "lean": VERSION}
+LEAN = {"options": {"batch": [1, 2, 4], "lean": True}}
 
 
 def refusal(stand):
@@ -64,6 +68,9 @@ def test_missing_files_and_another_schema_are_named(stand):
 OTHER_MACHINES = {
     "no GPU": (NO_GPU, {}, "only on NVIDIA GPUs: no NVIDIA driver"),
     "no library": ({"version": None}, {}, "11.4.0.106, which is not installed: pip install 'opal-deploy[trt]'"),
+    "only the lean runtime": (LEAN_ONLY, {}, "the lean runtime here runs only engines built with --lean; run c."),
+    "no lean runtime": ({"version": None}, LEAN, "which is not installed: pip install 'opal-deploy[trt-lean]'"),
+    "its version": ({**LEAN_ONLY, "lean": "11.5.0.1"}, LEAN, "11.5.0.1 is installed here: pip install tensorrt-lean"),
     "version": ({"version": "11.5.0.1"}, {}, "built by TensorRT 11.4.0.106, and 11.5.0.1 is installed here"),
     "system": ({}, {"builder": BUILDER | {"platform": "Windows AMD64"}}, "built on Windows AMD64, and this is "),
     "capability": ({"gpu": A100}, {}, "built for sm89 (L4, L40), and NVIDIA A100-SXM4-80GB is sm80"),
@@ -81,6 +88,26 @@ def test_another_machine_is_refused(stand, machine, sidecar, says):
     line = refusal(stand)
     assert says in line
     assert "c.fp16.onnx --trt --rebuild --batch 1:2:4" in line
+    assert line.endswith("--lean") is (sidecar is LEAN)
+
+
+def test_an_engine_for_the_lean_runtime_runs_in_it_or_in_tensorrt(stand):
+    stand.describe(**LEAN)
+    for installed in ((None, VERSION), (VERSION, VERSION), (VERSION, None), (VERSION, "11.5.0.1")):
+        stand.version, stand.lean = installed
+        used = "TensorRT's lean runtime" if stand.lean == VERSION else "TensorRT"
+        assert stand.open().description.startswith(f"{used} {VERSION} on NVIDIA L4")
+
+
+@needs_rtx
+def test_the_real_librarys_reason_for_refusing_another_engine_is_one_line(stand):
+    library = tensorrt.load("tensorrt-rtx", "a test")
+    stand.trt, stand.name, stand.version = library.module, library.name, library.version
+    stand.path.write_bytes(b"ftrt" + bytes(4096))
+    stand.describe(builder=BUILDER | {"name": stand.name, "version": stand.version})
+    with pytest.raises(ArtifactError, match=r"RTX \S+ refuses it \(.*serialization.*--trt --rebuild") as refused:
+        stand.open()
+    assert "\n" not in str(refused.value)
 
 
 class TestFirstLoad:
