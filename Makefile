@@ -55,7 +55,7 @@ help:
 	@echo "make test-all  the slow tests too"
 	@echo "make check     ruff, mypy, import-linter, the length of the documentation, and the size of the code"
 	@echo "make test-image  the image of Dockerfile, built and run (root, buildah and debootstrap; 3 minutes)"
-	@echo "make test-image-gpu  Dockerfile.gpu, built up to the step that needs NVIDIA's package index (2 GB)"
+	@echo "make test-image-gpu  the same with the image of Dockerfile.gpu, on the CPU (downloads 2 GB; 10 minutes)"
 	@echo "make dist      the files of a release, checked, and tried in an environment of their own"
 	@echo "make tutorial  run the demo, and write what it prints into docs/tutorial.md"
 	@echo "make docs      the documentation as a site, links checked: build/site/index.html"

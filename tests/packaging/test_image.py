@@ -53,17 +53,16 @@ def test_hadolint_finds_nothing(dockerfile):
 
 @pytest.mark.parametrize(
     ("lock", "extras"),
-    [("gpu.txt", ("gpu", "trt", "trt-rtx", "serve", "sign")), ("cpu.txt", ("cpu", "serve", "sign"))],
+    [("gpu.txt", ("gpu", "trt-lean", "trt-rtx", "serve", "sign")), ("cpu.txt", ("cpu", "serve", "sign"))],
 )
 def test_a_lock_holds_what_pyproject_asks_for(lock, extras):
     groups = [PROJECT["project"]["dependencies"], *(EXTRAS[name] for name in extras)]
-    versions = {**locked(lock), **locked("tensorrt.txt")}
+    versions = locked(lock)
     for requirement in (Requirement(text) for group in groups for text in group):
         assert versions[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
-def test_the_images_hold_no_torch_one_onnxruntime_one_tensorrt_and_this_version():
-    assert locked("tensorrt.txt")["tensorrt-cu13-libs"] == locked("gpu.txt")["tensorrt-cu13"]
+def test_the_images_hold_no_torch_one_onnxruntime_and_this_version():
     assert not locked("gpu.txt").keys() & {"torch", "torchvision", "onnxruntime", "pip", "setuptools"}
     assert not locked("cpu.txt").keys() & {"torch", "torchvision", "onnxruntime-gpu", "pip", "setuptools"}
     for dockerfile in DOCKERFILES.values():
