@@ -53,11 +53,12 @@ def _sharpen(network):
             network.head.projection.bias.normal_()
 
 
-def build_checkpoint(backbone="tiny", head=None, size=(64, 96), num_classes=4, *, seed=0, sharp=True):
+def build_checkpoint(backbone="tiny", head=None, size=(64, 96), num_classes=4, *, seed=0, sharp=True, **config):
     """Return a checkpoint in memory; `tiny` is no network of torchvision's."""
     torch.manual_seed(seed)
     tiny = backbone == "tiny"
-    config = NetworkConfig("shufflenet_v2_x0_5" if tiny else backbone, num_classes, size, head or HeadConfig())
+    name = "shufflenet_v2_x0_5" if tiny else backbone
+    config = NetworkConfig(name, num_classes, size, head or HeadConfig(), **config)
     network = OpalNetwork(config)
     if tiny:
         network.backbone = Backbone("tiny", _TinyBody(), 24, 32)

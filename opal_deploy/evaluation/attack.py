@@ -217,7 +217,7 @@ def measure_attack(
     attacker = Attacker(network.eval(), metadata, options.attack_margin, field)
     measured = defaultdict[tuple[str, str], list[dict[str, Any]]](list)
     for images in photographs(
-        lambda pixels: None, samples, metadata.input_size, chosen=chosen, boxes=options.boxes, batch=_BATCH,
+        lambda pixels: None, samples, metadata.form, chosen=chosen, boxes=options.boxes, batch=_BATCH,
         progress=as_progress(options.progress), note="attacking",
     ):  # fmt: skip
         for key, figures in attacker.measure(images.pixels, images.indices).items():

@@ -146,7 +146,7 @@ def measure_receptive_field(network: OpalNetwork, samples: list[Sample], *, boxe
     if config.head.evidence != "exact":
         return field
     chosen = choose_samples(samples, _IMAGES)
-    images = load_pixels(samples, config.input_size, chosen=chosen, boxes=boxes)
+    images = load_pixels(samples, config.form, chosen=chosen, boxes=boxes)
     rows, cols, shares = [], [], []
     for first in range(0, len(images), _BATCH):
         pixels = torch.from_numpy(normalise(images[first : first + _BATCH], config.mean, config.std)).to(device)

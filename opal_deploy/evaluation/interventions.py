@@ -92,7 +92,7 @@ def measure_randomisation(
     """
     network = loaded.network.eval()
     metadata = TorchSession(loaded, device=options.device, threads=options.threads).metadata
-    pixels = load_pixels(samples, metadata.input_size, boxes=options.boxes)
+    pixels = load_pixels(samples, metadata.form, boxes=options.boxes)
     inputs = torch.from_numpy(normalise(pixels, metadata.mean, metadata.std)).to(next(network.parameters()).device)
     rng = np.random.default_rng(_SHUFFLES)
     groups: list[tuple[str, list[nn.Module]]] = [(NOTHING, []), (HEAD, [network.head])]

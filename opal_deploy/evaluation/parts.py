@@ -135,6 +135,8 @@ def explain_undefined(metadata: Metadata, *, cropped: bool = True) -> str:
     if metadata.input_size != (_SIDE, _SIDE):
         size = "x".join(map(str, metadata.input_size))
         return f"its input is {size}, but the protocol's regions are defined on 224x224; train it with --size 224"
+    if metadata.form.rule.kind != "squash":
+        return f"it resizes by {metadata.resize}, but the protocol squashes the box; train it with --resize squash"
     return "" if cropped else "the protocol crops to the boxes; leave --no-boxes out"
 
 

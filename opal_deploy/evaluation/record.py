@@ -69,9 +69,7 @@ def pool_features(
             features: torch.Tensor = network.backbone(inputs)
         return features.float().mean((2, 3)).cpu()
 
-    batches = photographs(
-        pool, samples, config.input_size, boxes=boxes, progress=progress, note="keeping features of images"
-    )
+    batches = photographs(pool, samples, config.form, boxes=boxes, progress=progress, note="keeping features of images")
     parts = [images.outputs for images in batches]
     # of inference mode, whose tensors a module cannot keep
     return torch.cat(parts).clone() if parts else torch.zeros(0, network.backbone.num_features)

@@ -57,13 +57,14 @@ class Photographs(Generic[T]):
 def photographs(
     run: Callable[[ImageBatch], T],
     samples: Sequence[Sample],
-    size: tuple[int, int] | InputForm, *, chosen: Sequence[int] | None = None, annotations: Annotations | None = None,
+    form: InputForm, *, chosen: Sequence[int] | None = None, annotations: Annotations | None = None,
     boxes: bool = True, batch: int = 16, progress: Progress = no_progress, note: str = "evaluating",
 ) -> Iterator[Photographs[T]]:  # fmt: skip
     """Yield samples in batches, prepared as in inference, with their annotations and the outputs of `run`.
 
     Args:
-        run: a function of pixels, uint8 [n, H0, W0, 3], where `size` is (H0, W0), or has a resize rule too.
+        run: a function of pixels, uint8 [n, H0, W0, 3].
+        form: of the model's input.
         chosen: indices of the samples to take; None takes all.
         annotations: of all samples.
         boxes: crop images to the samples' boxes.
@@ -72,7 +73,6 @@ def photographs(
     Raises:
         UnusableImage: an image cannot be decoded or cropped.
     """
-    form = size if isinstance(size, InputForm) else InputForm(*size)
 
     def load(index: int) -> tuple[Pixels, Geometry]:
         sample = samples[index]
@@ -95,11 +95,10 @@ def photographs(
 
 
 def load_pixels(
-    samples: Sequence[Sample], size: tuple[int, int] | InputForm, *, chosen: Sequence[int] | None = None,
-    boxes: bool = True,
-) -> Pixels:  # fmt: skip
+    samples: Sequence[Sample], form: InputForm, *, chosen: Sequence[int] | None = None, boxes: bool = True
+) -> Pixels:
     """Return all or the chosen samples as the model sees them, uint8 [n, H0, W0, 3]; raises as `photographs`."""
-    batches = photographs(lambda pixels: pixels, samples, size, chosen=chosen, boxes=boxes)
+    batches = photographs(lambda pixels: pixels, samples, form, chosen=chosen, boxes=boxes)
     return np.concatenate([images.outputs for images in batches])
 
 

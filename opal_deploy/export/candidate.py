@@ -135,7 +135,7 @@ def with_image_input(candidate: ExportCandidate) -> ExportCandidate:
     metadata = candidate.metadata
     if metadata.input_kind != "uint8":
         return candidate
-    model = with_resizing(candidate.model, metadata.input_size)
+    model = with_resizing(candidate.model, metadata.form)
     return replace(candidate, model=model, metadata=replace(metadata, input_kind="image"))
 
 

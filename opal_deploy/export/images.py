@@ -16,6 +16,7 @@ from PIL import Image
 from opal_deploy.artifact.files import without_folders
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import Outputs
+from opal_deploy.artifact.preprocessing import InputForm
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.datasets.registry import find_recorded_dataset
 from opal_deploy.datasets.samples import DataSet, Sample, list_images
@@ -23,7 +24,7 @@ from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import compute_geometry
-from opal_deploy.preprocess.resize import to_input
+from opal_deploy.preprocess.resize import fit_input
 from opal_deploy.synthetic import draw_example
 
 Pixels = NDArray[np.uint8]
@@ -58,13 +59,13 @@ class ImagePool:
     """
 
     def __init__(
-        self, input_size: tuple[int, int], photographs: Iterable[tuple[Sample, str]] = (), place: str | None = None
+        self, form: InputForm, photographs: Iterable[tuple[Sample, str]] = (), place: str | None = None
     ) -> None:
         """Make a pool of photographs with their splits, empty if they have none; the label is not used.
 
         They are read when they are asked for, and skipped if they cannot be.
         """
-        self.input_size = input_size
+        self.form = form
         self.place = place
         # pixels, name, split and, of a photograph, its sample
         self._read: list[tuple[Pixels, str, str, Sample | None]] = []
@@ -74,7 +75,7 @@ class ImagePool:
         """Return the first `count` images, or as many as there are."""
         self._read += islice(self._unread, max(0, count - len(self._read)))
         images = self._read[:count]
-        stacked = np.stack([image[0] for image in images]) if images else np.empty((0, *self.input_size, 3), np.uint8)
+        stacked = np.stack([image[0] for image in images]) if images else np.empty((0, *self.form.size, 3), np.uint8)
         description = f"{len(images)} generated creatures"
         if self.place is not None:
             splits = Counter(split for _, _, split, _ in images if split)
@@ -86,20 +87,20 @@ class ImagePool:
         """Return image `number`, not resized, as the model's crop leaves it; a creature is drawn larger."""
         sample = self._read[number][3]
         if sample is None:
-            height, width = self.input_size
+            height, width = self.form.size
             return Image.fromarray(draw_example(number, height * 3 // 2, width * 2))
         image = decode(sample.path)
         return image.crop(compute_geometry(image.size, sample.box).crop)
 
     def _draw(self) -> Iterator[tuple[Pixels, str, str, None]]:
         for number in range(MAX_CREATURES):
-            yield draw_example(number, *self.input_size), f"creature {number}", "", None
+            yield draw_example(number, *self.form.size), f"creature {number}", "", None
 
     def _decode(self, photographs: Iterable[tuple[Sample, str]]) -> Iterator[tuple[Pixels, str, str, Sample]]:
         for sample, split in photographs:
             try:
                 image = decode(sample.path)
-                pixels = to_input(image, compute_geometry(image.size, sample.box), self.input_size)
+                pixels, _ = fit_input(image, compute_geometry(image.size, sample.box), self.form)
             except ImageError:
                 continue
             yield pixels, str(sample.path), split, sample
@@ -144,7 +145,7 @@ def choose_images(
     used = {Path(name).resolve() for name in calibration.names} if calibration else set()
     if folder is not None:
         samples = [Sample(path, 0) for path in list_images(folder) if not used or path.resolve() not in used]
-        pool = ImagePool(metadata.input_size, [(sample, "") for sample in _interleave(samples)], folder.name)
+        pool = ImagePool(metadata.form, [(sample, "") for sample in _interleave(samples)], folder.name)
     elif data is not None:
         photographs = [
             (sample, name)
@@ -152,9 +153,9 @@ def choose_images(
             for sample in _interleave(getattr(data, split))
             if not used or sample.path.resolve() not in used
         ]
-        pool = ImagePool(metadata.input_size, photographs, data.root.name)
+        pool = ImagePool(metadata.form, photographs, data.root.name)
     else:
-        return ImageChoice(ImagePool(metadata.input_size), calibration)
+        return ImageChoice(ImagePool(metadata.form), calibration)
     readable = len(pool.first(SAMPLE_SIZES[0]).names)
     if readable < sum(BATCHES):
         besides = " besides those that it is calibrated with" if calibration else ""
@@ -178,7 +179,7 @@ def _choose_calibration_images(metadata: Metadata, options: ExportOptions, data:
     else:
         raise UsageError("--precision int8 needs --calibrate DIR, a folder of photographs such as the model will see")
     photographs = [(sample, split) for sample in _interleave(samples, [count])]
-    images = ImagePool(metadata.input_size, photographs, place).first(count)
+    images = ImagePool(metadata.form, photographs, place).first(count)
     if len(images.names) < MIN_CALIBRATION_IMAGES:
         raise UsageError(f"{place}: {len(images.names)} readable images{kept}; int8 needs {MIN_CALIBRATION_IMAGES}")
     return images

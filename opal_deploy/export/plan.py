@@ -95,6 +95,8 @@ def _check_plan(plan: ExportPlan) -> None:
             check_fixed_size(origin, str(path), use)
     if options.outputs == "topk" and origin.evidence == "none":
         raise UsageError("--outputs topk: the model has only logits and no evidence to select; leave it out")
+    if options.input == "image" and origin.form.rule.kind == "shortest_edge":
+        raise UsageError(f"{path}: crops what it resizes ({origin.resize}); --input image takes squash and letterbox")
     own = plan.source.onnx_precision
     if own is None:
         return
@@ -173,6 +175,9 @@ def check_options(
             f"{path}: --slots takes a plain classifier: an .onnx file of another tool, or a state dict with --arch "
             "timm:NET or torchvision:NET"
         )
+    others = ("trt", "precision", "images", "input", "outputs")
+    if is_classifier and (changed := options.changed(names=others)):
+        raise UsageError(f"{path}: {changed}: a plain classifier keeps its input, precision and logits; leave it out")
     if kind == "onnx" and not is_classifier and (changed := options.changed(CheckpointOptions)):
         raise UsageError(f"{path}: {changed}: fixed in an ONNX file")
 

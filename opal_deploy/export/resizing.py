@@ -5,6 +5,9 @@ antialias, and is off by up to 102 of 255. Two matrix products are right in both
 computes from the image's size, are Pillow's bilinear filter: a triangle of max(1, size / new size) pixels to each side.
 As in Pillow the width comes first, and each pass rounds to whole numbers. These stay float32, which the cast of uint8
 images then leaves as they are: IREE 3.13 casts numbers above 127 to uint8 wrongly.
+
+For a letterbox the graph computes the resized image's sides, in float64 as `ResizeRule.fit` does, and its corner.
+Beyond its edges the weights are those of the nearest row or column, and grey is painted over.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from onnx import numpy_helper, parser
 from PIL import Image
 
 from opal_deploy.artifact.outputs import INPUT, Outputs
+from opal_deploy.artifact.preprocessing import InputForm
 from opal_deploy.artifact.test_vectors import Reference
 from opal_deploy.export.images import Pixels, run_in_batches
 from opal_deploy.preprocess.geometry import compute_geometry
-from opal_deploy.preprocess.resize import to_input
+from opal_deploy.preprocess.resize import BARS, fit_input
 from opal_deploy.runtime.gates import GATES
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verification import Comparison, compare_outputs
@@ -50,6 +54,29 @@ _WEIGHTS = """
     AXIS_triangle = Relu (AXIS_height)
     AXIS_total = ReduceSum <keepdims = 1> (AXIS_triangle, last_axis)
     AXIS_weights = Div (AXIS_triangle, AXIS_total)"""
+# the resized sides of a letterbox, at the places of height and width in the image's shape
+_FITTED = """
+    lengths = Cast <to = 11> (shape)
+    ratios = Div (most, lengths)
+    ratio = ReduceMin <keepdims = 0> (ratios)
+    scaled = Mul (lengths, ratio)
+    rounded = Round (scaled)
+    fitted = Max (rounded, least)"""
+# the centres of an axis of the input, in pixels of the resized image
+_PLACED = """
+    AXIS_fitted = Gather <axis = 0> (fitted, AXIS_number)
+    AXIS_new_size = Cast <to = 1> (AXIS_fitted)
+    AXIS_spare = Sub (AXIS_new_size, AXIS_input_size)
+    AXIS_halved = Mul (AXIS_spare, half)
+    AXIS_corner = Ceil (AXIS_halved)
+    AXIS_moved = Add (AXIS_input_centres, AXIS_corner)
+    AXIS_end = Sub (AXIS_new_size, half)
+    AXIS_new_centres = Clip (AXIS_moved, half, AXIS_end)
+    AXIS_inside = Equal (AXIS_new_centres, AXIS_moved)"""
+_BARRED = """
+    column_within = Transpose <perm = [1, 0]> (column_inside)
+    inside = And (row_inside, column_within)
+    lowered = Where (inside, filled, grey)"""
 _GRAPH = f"""resizing (uint8[N, height, width, 3] images) => (float[N, rows, columns, 3] resized) {{
     shape = Shape (images)
     {_WEIGHTS.replace("AXIS", "row")}
@@ -67,22 +94,28 @@ _GRAPH = f"""resizing (uint8[N, height, width, 3] images) => (float[N, rows, col
 }}"""
 
 
-def with_resizing(model: onnx.ModelProto, size: tuple[int, int]) -> onnx.ModelProto:
+def with_resizing(model: onnx.ModelProto, form: InputForm) -> onnx.ModelProto:
     """Return a copy of a model whose input is uint8 [N, height, width, 3] of any size instead of [N, H0, W0, 3].
 
-    An image of `size` = (H0, W0) pixels is not changed at all. The model has opset 13 or later.
+    The rule of `form` is squash-bilinear or letterbox-bilinear: an image of (H0, W0) pixels is not changed at all. The
+    model has opset 13 or later.
     """
     changed = copy.deepcopy(model)
     for node in changed.graph.node:
         node.input[:] = [_RESIZED if name == INPUT else name for name in node.input]
-    body, graph = list(changed.graph.node), parser.parse_graph(_GRAPH)
+    text = _GRAPH
+    if form.rule.kind == "letterbox":
+        sides = _FITTED + _PLACED.replace("AXIS", "row") + _PLACED.replace("AXIS", "column")
+        text = text.replace("Shape (images)", f"Shape (images){sides}")
+        text = text.replace("lowered = Floor (low_half)", f"filled = Floor (low_half){_BARRED}")
+    body, graph = list(changed.graph.node), parser.parse_graph(text)
     for node in graph.node:
         node.input[:], node.output[:] = map(_own_name, node.input), map(_own_name, node.output)
         node.name = node.output[0]
     del changed.graph.node[:]
     changed.graph.node.extend([*graph.node, *body])
     changed.graph.initializer.extend(
-        numpy_helper.from_array(value, _own_name(name)) for name, value in _constants(size).items()
+        numpy_helper.from_array(value, _own_name(name)) for name, value in _constants(form).items()
     )
     del changed.graph.input[:]
     changed.graph.input.extend(graph.input)
@@ -93,15 +126,20 @@ def _own_name(name: str) -> str:
     return name if name in (INPUT, _RESIZED) else _PREFIX + name
 
 
-def _constants(size: tuple[int, int]) -> dict[str, NDArray[Any]]:
+def _constants(form: InputForm) -> dict[str, NDArray[Any]]:
     constants: dict[str, NDArray[Any]] = {
         "half": np.array(0.5, np.float32), "one": np.array(1, np.float32), "zero": np.array(0), "step": np.array(1),
         "last_axis": np.array([1]),
     }  # fmt: skip
-    for number, (axis, new) in enumerate(zip(("row", "column"), size, strict=True), start=1):
+    kind = "new"
+    if form.rule.kind == "letterbox":
+        # the numbers of images and of channels limit nothing
+        kind, most = "input", np.array([np.inf, *form.size, np.inf])
+        constants |= {"most": most, "least": np.array(1.0), "grey": np.array(BARS, np.float32)}
+    for number, (axis, side) in enumerate(zip(("row", "column"), form.size, strict=True), start=1):
         constants[f"{axis}_number"] = np.array(number)
-        constants[f"{axis}_new_size"] = np.array(new, np.float32)
-        constants[f"{axis}_new_centres"] = (np.arange(new, dtype=np.float32) + np.float32(0.5))[:, None]
+        constants[f"{axis}_{kind}_size"] = np.array(side, np.float32)
+        constants[f"{axis}_{kind}_centres"] = (np.arange(side, dtype=np.float32) + np.float32(0.5))[:, None]
     return constants
 
 
@@ -117,7 +155,7 @@ def compare_resizing(
     """
     resized, computed = [], []
     for image in images:
-        resized.append(to_input(image, compute_geometry(image.size), session.metadata.input_size))
+        resized.append(fit_input(image, compute_geometry(image.size), session.metadata.form)[0])
         computed.append(session.run_normalised(np.asarray(image)[None]))
     reference = run_in_batches(run, np.stack(resized), Reference.concatenate)
     return compare_outputs(reference, Outputs.concatenate(computed), session.metadata, RESIZING_GATE)

@@ -309,6 +309,7 @@ def build_metadata(checkpoint: Checkpoint) -> Metadata:
         input_size=network.config.input_size,
         mean=network.config.mean,
         std=network.config.std,
+        resize=network.config.resize,
         crop=checkpoint.crop,
         source=checkpoint.source,
         training={**checkpoint.training, **({"metrics": metrics} if metrics else {})},

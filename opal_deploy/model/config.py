@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from opal_deploy.artifact.documents import SHORT, AtLeastOne, Count, Distance, Number, check_document
 from opal_deploy.artifact.metadata import DISTANCES, IMAGENET_MEAN, IMAGENET_STD, Channels, Evidence, Prototypes, Side
+from opal_deploy.artifact.preprocessing import InputForm, ResizeRule
 from opal_deploy.errors import UsageError
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ class NetworkConfig:
         head: the configuration of the head.
         stride, keep_layers: see `backbones.build`.
         mean, std: per channel R, G, B, of pixels scaled to [0, 1], for normalising images.
+        resize: how an image becomes H0 x W0, see `ResizeRule`.
     """
 
     backbone: str
@@ -153,6 +155,7 @@ class NetworkConfig:
     keep_layers: bool = False
     mean: Channels = IMAGENET_MEAN
     std: Channels = IMAGENET_STD
+    resize: str = "squash-bilinear"
 
     def __post_init__(self) -> None:
         if self.num_classes < 2:
@@ -160,6 +163,12 @@ class NetworkConfig:
         prototypes = self.num_classes * self.head.prototypes_per_class
         if max(self.head.dropped, default=0) >= prototypes:
             raise UsageError(f"dropped slots {SHORT.repr(self.head.dropped)}: expected channels below {prototypes}")
+        ResizeRule.parse(self.resize)
+
+    @property
+    def form(self) -> InputForm:
+        """The form of the input: its size and the resize rule."""
+        return InputForm(*self.input_size, ResizeRule.parse(self.resize))
 
     @cached_property
     def class_map(self) -> ClassMap:

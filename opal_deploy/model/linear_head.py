@@ -61,6 +61,7 @@ class LinearNetworkConfig:
     std: Channels = IMAGENET_STD
     stride: int | None = None
     keep_layers: bool = field(default=False, init=False)
+    resize: str = field(default="squash-bilinear", init=False)
 
 
 class LinearHead(nn.Module):

@@ -1,8 +1,8 @@
 """From an image to a model's input: crop, resize to H0 x W0, normalise; and to an image to draw on.
 
 As the paper's authors evaluate: straight to the input size, aspect ratio not kept, antialiased bilinear (Pillow's, or
-cykooz.resizer's, which differs by at most 1 count). The crop comes first, so that pixels outside the box do not
-bleed in at its edge.
+cykooz.resizer's, which differs by at most 1 count); or by another rule of `artifact.preprocessing`. The crop comes
+first, so that pixels outside the box do not bleed in at its edge.
 """
 
 from __future__ import annotations
@@ -32,70 +32,55 @@ MAX_DISPLAY_PIXELS, MAX_DISPLAY_SIDE = 2_000_000, 4096
 _MAX_SIDE = 1_000_000
 _thread_local = threading.local()
 # grey of a letterbox's bars
-_BARS = 114
+BARS = 114
 # the brightest value of 12 bits read as 16
 _NEARLY_BLACK = 16
 
 
-def to_input(
-    image: Image.Image, geometry: Geometry, input_size: tuple[int, int], decoding: Decoding = Decoding.default
-) -> NDArray[np.uint8]:
-    """Crop and resize an image to a model's input, uint8 [H0, W0, 3], RGB.
+def is_nearly_black(pixels: NDArray[np.uint8]) -> bool:
+    """Return whether an image, its bars left out, uses a sixteenth of its range at most, as 12-bit data do."""
+    return bool(pixels.min() <= _NEARLY_BLACK and np.where(pixels == BARS, 0, pixels).max() <= _NEARLY_BLACK)
+
+
+def fit_input(
+    image: Image.Image, geometry: Geometry, form: InputForm, decoding: Decoding = Decoding.default, *, bars: int = BARS
+) -> tuple[NDArray[np.uint8], Geometry]:
+    """Crop and resize an image to a model's input; return that, uint8 [H0, W0, 3], RGB, and the part that it shows.
+
+    The part is in whole pixels; with a letterbox it reaches beyond the image, to the ends of the bars.
 
     Args:
         image: RGB, oriented, whole; or the smaller version from `decode_scaled`, without a crop.
         geometry: the crop, in pixels of the whole image.
-        input_size: (H0, W0).
+        form: (H0, W0) and the resize rule.
         decoding: with `exact`, Pillow resizes; otherwise a faster library may.
+        bars: grey of a letterbox's bars, 0 ... 255.
     """
-    height, width = input_size
-    region = _cut(image, geometry)
-    if decoding is not Decoding.exact:
-        resized = _resize_faster(region, (width, height))
-        if resized is not None:
-            return resized
-    return np.asarray(region.resize((width, height), Image.Resampling.BILINEAR))
-
-
-def is_nearly_black(pixels: NDArray[np.uint8]) -> bool:
-    """Return whether an image uses a sixteenth of its range at most, as 12-bit data in a 16-bit file do."""
-    return bool(pixels.max() <= _NEARLY_BLACK)
-
-
-def fit_input(
-    image: Image.Image, geometry: Geometry, form: InputForm, decoding: Decoding = Decoding.default
-) -> tuple[NDArray[np.uint8], Geometry]:
-    """Return the input of `to_input` by any resize rule, and the part of the image that it shows, in whole pixels.
-
-    With a letterbox that part reaches beyond the image, to the ends of the bars.
-    """
-    if form.rule == ResizeRule():
-        return to_input(image, geometry, form.size, decoding), geometry
-    x0, y0, x1, y1 = geometry.crop
+    region, (x0, y0, x1, y1) = image, geometry.crop
+    if geometry.crop != (0, 0, geometry.width, geometry.height):
+        region = image.crop(geometry.crop)
+    if max(region.size) > _MAX_SIDE:
+        region = region.reduce((-(-region.width // _MAX_SIDE), -(-region.height // _MAX_SIDE)))
     (width, height), (left, top) = form.rule.fit((x1 - x0, y1 - y0), form.size)
+    if form.rule == ResizeRule() and decoding is not Decoding.exact:
+        faster = _resize_faster(region, (width, height))
+        if faster is not None:
+            return faster, geometry
     # Pillow's filters have the names of the rule's
-    resized = _cut(image, geometry).resize((width, height), Image.Resampling[form.rule.filter.upper()])
+    resized = region.resize((width, height), Image.Resampling[form.rule.filter.upper()])
+    if form.rule.kind == "squash":
+        return np.asarray(resized), geometry
     right, bottom = left + form.width, top + form.height
     across, down = (x1 - x0) / width, (y1 - y0) / height
     shown = (
         round(x0 + left * across), round(y0 + top * down), round(x0 + right * across), round(y0 + bottom * down)
     )  # fmt: skip
     if form.rule.kind == "letterbox":
-        barred = Image.new("RGB", (form.width, form.height), (_BARS,) * 3)
+        barred = Image.new("RGB", (form.width, form.height), (bars,) * 3)
         barred.paste(resized, (-left, -top))
         return np.asarray(barred), replace(geometry, crop=shown)
     shown = max(x0, shown[0]), max(y0, shown[1]), min(x1, shown[2]), min(y1, shown[3])
     return np.asarray(resized.crop((left, top, right, bottom))), replace(geometry, crop=shown)
-
-
-def _cut(image: Image.Image, geometry: Geometry) -> Image.Image:
-    """Return the crop of an image, with whole pixels averaged where a side is too long for a filter."""
-    region = image
-    if geometry.crop != (0, 0, geometry.width, geometry.height):
-        region = image.crop(geometry.crop)
-    if max(region.size) > _MAX_SIDE:
-        region = region.reduce((-(-region.width // _MAX_SIDE), -(-region.height // _MAX_SIDE)))
-    return region
 
 
 def _resize_faster(image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8] | None:

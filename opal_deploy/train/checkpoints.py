@@ -322,7 +322,7 @@ def answer_training_images(run: Run, network: OpalNetwork, background: Sequence[
 
     positions = choose_samples(samples, max(MAX_IMAGES, max_images(config.num_classes)))
     batches = photographs(
-        answer, samples, config.input_size, chosen=positions, progress=progress, note="answering training images"
+        answer, samples, config.form, chosen=positions, progress=progress, note="answering training images"
     )
     outputs, pooled = zip(*(images.outputs for images in batches), strict=True)
     shown, known = [samples[position] for position in positions], pool_features(network, background, progress=progress)

@@ -1,7 +1,7 @@
 """From samples to batches: decode, crop, resize, augment; start at `prepare_images`.
 
-An image goes through `preprocess` as everywhere else (EXIF orientation, box, antialiased resize); only the augmentation
-is added. Every image is decoded once before the first step, and kept in memory if all fit. The content of an epoch
+An image goes through `preprocess` as everywhere else (EXIF orientation, box, the resize rule); only the augmentation is
+added. Every image is decoded once before the first step, and kept in memory if all fit. The content of an epoch
 depends on (seed, epoch, image) only, not on the number of worker processes.
 
 With `--keep-off`, images have a fourth channel, the share of each pixel that the attention is kept off, 0 ... 255:
@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,14 +26,15 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from opal_deploy.artifact.preprocessing import InputForm, ResizeRule
 from opal_deploy.datasets.checks import MAX_IMAGES, THUMBNAIL, compute_thumbnail, find_near_copies
 from opal_deploy.datasets.samples import DataSet, Sample, display_path, pluralize, shorten_list
 from opal_deploy.errors import ImageError, UsageError
 from opal_deploy.evaluation.inputs import annotate
 from opal_deploy.logs import Log, Progress, WarningLine
-from opal_deploy.preprocess.decode import decode
+from opal_deploy.preprocess.decode import Decoding, decode
 from opal_deploy.preprocess.geometry import Box, Geometry, compute_geometry
-from opal_deploy.preprocess.resize import is_nearly_black, to_input
+from opal_deploy.preprocess.resize import fit_input, is_nearly_black
 from opal_deploy.runtime.devices import available_cpus
 from opal_deploy.train import machine
 from opal_deploy.train.augmentation import PaperAugmentation
@@ -64,12 +65,21 @@ class TrainImages(Dataset[ImageItem]):
     seed: int = 0  # of the augmentation
     pixels: NDArray[np.uint8] | None = None  # the resized images [N, H1, W1, 3 or 4], if they are kept in memory
     thumbnails: NDArray[np.float32] | None = None  # [N, 768], where `find_near_copies` looks
+    rule: ResizeRule = field(default_factory=ResizeRule)
+
+    @property
+    def form(self) -> InputForm:
+        """(H1, W1), an image's size before augmentation, and the rule for it, which shows the same part of an image."""
+        if self.augmentation is None:
+            return InputForm(*self.input_size, self.rule)
+        height, width = self.augmentation.resize_size
+        short = round(self.rule.short * min(height, width) / min(self.input_size))
+        return InputForm(height, width, replace(self.rule, short=short))
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """(H1, W1, 3 or 4), an image's shape before augmentation."""
-        size = self.input_size if self.augmentation is None else self.augmentation.resize_size
-        return (*size, 3 if self.regions is None else 4)
+        return (*self.form.size, 3 if self.regions is None else 4)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -88,11 +98,11 @@ class TrainImages(Dataset[ImageItem]):
 
     def load(self, index: int) -> NDArray[np.uint8]:
         """Return an image of `shape`; raise ImageError if it cannot be decoded."""
-        sample, size = self.samples[index], self.shape[:2]
+        sample, form = self.samples[index], self.form
         image = decode(sample.path)
         geometry = compute_geometry(image.size, sample.box)
-        pixels = to_input(image, geometry, size)
-        return pixels if self.regions is None else np.dstack([pixels, draw_region(self.regions[index], geometry, size)])
+        pixels, _ = fit_input(image, geometry, form)
+        return pixels if self.regions is None else np.dstack([pixels, draw_region(self.regions[index], geometry, form)])
 
 
 def read_regions(data: DataSet, file: Path) -> list[tuple[Box, ...]]:
@@ -100,14 +110,14 @@ def read_regions(data: DataSet, file: Path) -> list[tuple[Box, ...]]:
     return [image.boxes for image in annotate(data, data.train, boxes=True, parts=False, objects=file).images]
 
 
-def draw_region(boxes: Sequence[Box], geometry: Geometry, size: tuple[int, int]) -> NDArray[np.uint8]:
-    """Return the share of each pixel that lies in a box, uint8 [H, W] of `size`, of a cropped and resized image."""
-    covered = np.zeros((geometry.height, geometry.width), np.uint8)
+def draw_region(boxes: Sequence[Box], geometry: Geometry, form: InputForm) -> NDArray[np.uint8]:
+    """Return the share of each pixel that lies in a box, uint8 [H, W], 0 ... 255, of a cropped and resized image."""
+    covered = np.zeros((geometry.height, geometry.width, 3), np.uint8)
     for box in boxes:
         x0, y0, x1, y1 = (max(round(edge), 0) for edge in box)
         covered[y0:y1, x0:x1] = 255
-    region = Image.fromarray(covered).crop(geometry.crop)
-    return np.asarray(region.resize(size[::-1], Image.Resampling.BILINEAR))
+    region, _ = fit_input(Image.fromarray(covered), geometry, form, Decoding.exact, bars=0)
+    return region[..., 0]
 
 
 def read_images(
@@ -264,8 +274,9 @@ def _define_splits(data: DataSet, options: TrainOptions, log: Log) -> list[Train
     if options.keep_off is not None:
         regions = read_regions(data, Path(options.keep_off))
         log(f"keeping the attention off regions of {sum(map(bool, regions)):,} of {len(data.train):,} images")
-    train = TrainImages(data.train, options.input_size, augmentation, regions, options.seed)
-    return [train, *(TrainImages(samples, options.input_size) for samples in (data.val, data.test))]
+    size, rule = options.input_size, options.resize_rule
+    train = TrainImages(data.train, size, augmentation, regions, options.seed, rule=rule)
+    return [train, *(TrainImages(samples, size, rule=rule) for samples in (data.val, data.test))]
 
 
 def _warn_of_images(problems: list[str], black: list[str], log: Log) -> None:

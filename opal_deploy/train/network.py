@@ -131,7 +131,7 @@ def build_network(options: TrainOptions, class_names: Sequence[str], start: Chec
     torch.manual_seed(options.seed)
     config = NetworkConfig(
         options.backbone, len(class_names), options.input_size, options.head_config,
-        stride=options.stride, keep_layers=options.keep_layers,
+        stride=options.stride, keep_layers=options.keep_layers, resize=str(options.resize_rule),
     )  # fmt: skip
     if start is None:
         weights = options.weights_name

@@ -18,6 +18,7 @@ import msgspec
 
 from opal_deploy.artifact.documents import Distance
 from opal_deploy.artifact.files import read_toml
+from opal_deploy.artifact.preprocessing import ResizeRule
 from opal_deploy.errors import UsageError
 from opal_deploy.logs import Log, ProgressChoice, log_line
 from opal_deploy.model.config import (
@@ -82,6 +83,9 @@ class TrainOptions(Options):
     size: Annotated[int | tuple[int, int], Option(
         "Input size in pixels: 224, or 224x448 (height x width).",
         default="224", cli=str, parse=parse_size)] = (224, 224)
+    resize: Annotated[Literal["squash", "letterbox", "shortest_edge"], _data(
+        "squash to the input size; letterbox: whole, between grey bars; shortest_edge: the centre, 7/8 of the shorter "
+        "side.", default="squash")] = "squash"
     stride: Annotated[int | None, Option(
         "Input pixels per cell: 32, 16 or 8. The backbone ends at its last feature map with this stride.", min=1,
         default="16 with --keep-layers (grounded), all layers (paper)")] = None
@@ -175,6 +179,12 @@ class TrainOptions(Options):
     def input_size(self) -> tuple[int, int]:
         """(H0, W0) in pixels."""
         return (self.size, self.size) if isinstance(self.size, int) else self.size
+
+    @property
+    def resize_rule(self) -> ResizeRule:
+        """The resize rule; of the shorter side, 7/8 are kept, as in torchvision's presets (224 of 256 pixels)."""
+        short = max(self.input_size) * 8 // 7 if self.resize == "shortest_edge" else 0
+        return ResizeRule(self.resize, "bilinear", short)
 
     @property
     def head_config(self) -> HeadConfig:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from opal_deploy.artifact import onnx_file
+from opal_deploy.artifact.preprocessing import InputForm
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.evaluation.session import load_pixels
 from opal_deploy.export.api import export_model
@@ -34,7 +35,7 @@ def names(files):
 
 def _train(network, samples):
     network.eval()
-    pixels = load_pixels(samples, (64, 64))
+    pixels = load_pixels(samples, InputForm(64, 64))
     images = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 127.5 - 1
     labels = torch.tensor([sample.label for sample in samples])
     optimizer = torch.optim.Adam(network.parameters(), 1e-2)

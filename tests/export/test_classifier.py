@@ -198,6 +198,7 @@ def test_a_hostile_file_is_refused_before_it_runs(tmp_path):
     [
         ({"preprocess": None}, "--preprocess torchvision"), ({"preprocess": "nothing"}, "--preprocess nothing"),
         ({"classes": ["a"]}, "1 class names for 4"), ({"size": 64}, "32x32"), ({"out": "c.onnx"}, "itself"),
+        ({"input": "image"}, "--input"),
     ],
 )  # fmt: skip
 def test_what_is_missing_or_does_not_fit_is_said(changes, words, tmp_path, monkeypatch):

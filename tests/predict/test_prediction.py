@@ -4,7 +4,7 @@ import pytest
 
 from opal_deploy.preprocess.decode import decode
 from opal_deploy.preprocess.geometry import Geometry, compute_geometry
-from opal_deploy.preprocess.resize import to_input
+from opal_deploy.preprocess.resize import fit_input
 from opal_deploy.runtime.torch_session import TorchSession
 from tests.bright import predict
 from tests.builders import cell_box
@@ -26,7 +26,7 @@ def test_boxes_and_scores_are_pytorchs_own_maximisers(exact_session, exact_model
     m, compared = about.prototypes_per_class, 0
     for path, record in zip(paths, predict(paths, exact_session), strict=True):
         image = decode(path)
-        answer = reference.run_reference(to_input(image, compute_geometry(image.size), about.input_size)[None])
+        answer = reference.run_reference(fit_input(image, compute_geometry(image.size), about.form)[0][None])
         logits, cells, scores = answer.outputs.logits[0], answer.outputs.argmax, answer.outputs.scores
         predicted = record["prediction"]["class_id"]
         assert predicted == int(logits.argmax())

@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image, ImageOps
 
+from opal_deploy.artifact.preprocessing import InputForm
 from opal_deploy.errors import ImageError
 from opal_deploy.preprocess import decode as decode_module
 from opal_deploy.preprocess import resize
 from opal_deploy.preprocess.decode import Decoding, decode, decode_scaled
 from opal_deploy.preprocess.geometry import compute_geometry
-from opal_deploy.preprocess.resize import to_input
+from opal_deploy.preprocess.resize import fit_input
 
 BILINEAR = Image.Resampling.BILINEAR
 
@@ -102,7 +103,7 @@ def test_a_side_of_millions_of_pixels_is_averaged_first(monkeypatch):
     sides, resize = [], Image.Image.resize
     monkeypatch.setattr(Image.Image, "resize", lambda self, *how: (sides.append(max(self.size)), resize(self, *how))[1])
     image = Image.linear_gradient("L").resize((1, 2500)).resize((1, 2_500_000)).convert("RGB")
-    averaged = to_input(image, compute_geometry(image.size), (8, 8), Decoding.exact)
+    averaged = fit_input(image, compute_geometry(image.size), InputForm(8, 8), Decoding.exact)[0]
     assert sides[-1] < 1_000_000
     monkeypatch.undo()
     assert difference(averaged, image.resize((8, 8), BILINEAR)) <= 1
@@ -112,7 +113,8 @@ def test_a_side_of_millions_of_pixels_is_averaged_first(monkeypatch):
 def test_images_of_every_shape_are_resized_as_by_pillow_within_a_count(size):
     slope = np.linspace(0, 255, size[0] * size[1] * 3).reshape(size[1], size[0], 3).astype(np.uint8)
     image = Image.fromarray(slope)
-    assert difference(to_input(image, compute_geometry(image.size), (64, 64)), image.resize((64, 64), BILINEAR)) <= 1
+    ours, _ = fit_input(image, compute_geometry(image.size), InputForm(64, 64))
+    assert difference(ours, image.resize((64, 64), BILINEAR)) <= 1
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -124,14 +126,14 @@ def test_an_oriented_jpeg_is_turned_even_if_it_is_decoded_at_a_fraction_of_its_s
     assert (geometry.width, geometry.height) == expected.size
     # it keeps all that the input needs
     assert (image.width >= 80, image.height >= 60, image.width < 300) == (True, True, True)
-    ours = to_input(image, geometry, (60, 80))
+    ours = fit_input(image, geometry, InputForm(60, 80))[0]
     assert difference(ours, expected.resize((80, 60), BILINEAR)) <= 8
 
 
 def test_without_the_faster_library_pillow_resizes(monkeypatch):
     monkeypatch.setattr(resize, "cykooz_resizer", None)
     image = decode(JPEG)
-    resized = to_input(image, compute_geometry(image.size), (40, 40))
+    resized = fit_input(image, compute_geometry(image.size), InputForm(40, 40))[0]
     assert difference(resized, pillow_image(JPEG).resize((40, 40), BILINEAR)) == 0
 
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from opal_deploy.artifact.preprocessing import InputForm
 from opal_deploy.errors import ImageError
 from opal_deploy.preprocess.geometry import compute_geometry
-from opal_deploy.preprocess.resize import normalise, to_input
+from opal_deploy.preprocess.resize import fit_input, normalise
 from tests.builders import cell_box
 
 GRID = (3, 4)
@@ -39,7 +40,7 @@ def test_a_bright_block_in_a_cells_box_lights_that_cell_alone(size, box):
     for row, col in product(range(GRID[0]), range(GRID[1])):
         geometry = compute_geometry(size, box)
         image = with_block(size, cell_box(geometry, row, col, GRID))
-        assert brightest_cell(to_input(image, geometry, INPUT)) == (row, col)
+        assert brightest_cell(fit_input(image, geometry, InputForm(*INPUT))[0]) == (row, col)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_a_box_without_a_pixel_of_the_picture_is_the_images_error(box):
 def test_pixels_outside_the_crop_do_not_bleed_in():
     image = Image.new("RGB", (100, 100), (255, 255, 255))
     image.paste((0, 0, 0), (20, 20, 80, 80))
-    assert to_input(image, compute_geometry(image.size, (20, 20, 80, 80)), (32, 32)).max() == 0
+    assert fit_input(image, compute_geometry(image.size, (20, 20, 80, 80)), InputForm(32, 32))[0].max() == 0
 
 
 def test_normalising_takes_mean_and_deviation_channel_by_channel():

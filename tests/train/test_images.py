@@ -1,5 +1,6 @@
 """Batches and their augmentation: the same pixels as everywhere, whatever the cache and the number of workers."""
 
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -11,26 +12,26 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.autoaugment import _apply_op
 
 from opal_deploy.artifact.metadata import IMAGENET_MEAN, IMAGENET_STD
+from opal_deploy.artifact.preprocessing import InputForm, ResizeRule
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
+from opal_deploy.evaluation.session import load_pixels
 from opal_deploy.logs import no_progress
-from opal_deploy.preprocess.decode import decode
-from opal_deploy.preprocess.geometry import compute_geometry
-from opal_deploy.preprocess.resize import normalise, to_input
+from opal_deploy.preprocess.resize import normalise
+from opal_deploy.synthetic import draw_example
 from opal_deploy.train.augmentation import (
     PaperAugmentation,
     apply_photometric,
     sample_geometric,
     sample_resized_crop,
 )
-from opal_deploy.train.images import Batches, TrainImages, normalize, read_images
+from opal_deploy.train.images import WHOLE, Batches, TrainImages, normalize, read_images
 
 
 @pytest.fixture
 def samples(tmp_path):
-    rng = np.random.default_rng(0)
     for index in range(9):
-        Image.fromarray(rng.integers(0, 256, (50, 40, 3), dtype=np.uint8)).save(tmp_path / f"{index}.png")
+        Image.fromarray(draw_example(index, 50, 40)).save(tmp_path / f"{index}.png")
     return [Sample(tmp_path / f"{index}.png", index % 3, (5.0, 5.0, 35.5, 45.0)) for index in range(9)]
 
 
@@ -43,13 +44,19 @@ def _epoch(samples, *, epoch=1, seed=0, workers=0, cached=False):
     return b"".join(images.numpy().tobytes() + labels.numpy().tobytes() for images, labels in batches)
 
 
-def test_evaluation_images_are_those_of_preprocess(samples):
-    (images, labels), *_ = Batches(TrainImages(samples, (32, 64)), 9)
-    assert images.dtype == torch.uint8
+@pytest.mark.parametrize("rule", ["squash-bilinear", "shortest_edge-104-bilinear", "letterbox-bilinear"])
+def test_training_sees_the_pixels_that_inference_does(samples, rule):
+    form = InputForm(64, 96, ResizeRule.parse(rule))
+    expected = load_pixels(samples, form)
+    images = TrainImages(samples, form.size, rule=form.rule)
+    (pixels, labels), *_ = Batches(images, 9)
+    assert pixels.dtype == torch.uint8
     assert labels.tolist() == [sample.label for sample in samples]
-    for pixels, sample in zip(images, samples, strict=True):
-        image = decode(sample.path)
-        assert np.array_equal(pixels.numpy(), to_input(image, compute_geometry(image.size, sample.box), (32, 64)))
+    assert np.array_equal(pixels.numpy(), expected)
+    # training images are made larger first, which moves them by half a pixel at most
+    images = replace(images, augmentation=PaperAugmentation(form.size))
+    whole = np.stack([images[WHOLE, index][0] for index in range(9)])
+    assert np.abs(whole.astype(float) - expected).mean() < 3
 
 
 def test_normalisation_is_that_of_preprocess_bit_for_bit(samples):

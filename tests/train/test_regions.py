@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from opal_deploy.artifact.preprocessing import ResizeRule
 from opal_deploy.datasets.samples import Sample
 from opal_deploy.errors import UsageError
 from opal_deploy.model import checkpoint
@@ -32,13 +33,16 @@ def stamped(squares, tmp_path):
     return replace(squares, train=[Sample(path, 0, (8.0, 4.0, 110.0, 84.0))], crop="boxes")
 
 
-@pytest.mark.parametrize("augmented", [False, True])
-def test_a_region_is_where_its_pixels_are_after_every_augmentation(stamped, tmp_path, monkeypatch, augmented):
+@pytest.mark.parametrize(
+    ("augmented", "rule"), [(False, "squash"), (True, "squash"), (False, "letterbox"), (True, "shortest_edge-104")]
+)
+def test_a_region_is_where_its_pixels_are_after_every_augmentation(stamped, tmp_path, monkeypatch, augmented, rule):
     # the light of the pixels, which alone tells them here, is not the subject
     monkeypatch.setattr("opal_deploy.train.augmentation.apply_photometric", lambda image, rng: image)
     regions = read_regions(stamped, write_regions(tmp_path / "regions.json", REGION))
     augmentation = PaperAugmentation((64, 96)) if augmented else None
-    images = TrainImages(stamped.train, (64, 96), augmentation=augmentation, regions=regions)
+    rule = ResizeRule.parse(f"{rule}-bilinear")
+    images = TrainImages(stamped.train, (64, 96), augmentation=augmentation, regions=regions, rule=rule)
     places = set()
     for epoch in range(60):
         pixels, _ = images[epoch, 0]
@@ -69,6 +73,7 @@ def test_a_run_says_what_the_regions_got(opal, tmp_path):
     arguments = (
         "--backbone", SMALL_BACKBONE, "--weights", "none", "--size", "64", "--stride", "16", "--batch-size", "6",
         "--epochs", "1", "--device", "cpu", "--workers", "1", "--cache-megabytes", "0",
+        "--resize", "letterbox",
     )  # fmt: skip
     regions = ("--keep-off", data / "stamps.json", "--keep-off-weight", "0.5")
     (tmp_path / "scenes").mkdir()
@@ -80,7 +85,8 @@ def test_a_run_says_what_the_regions_got(opal, tmp_path):
     assert "in kept-off regions" in done.stderr
     (record,) = read_epochs(run)
     assert 0 < record.kept_off < 1
-    assert checkpoint.load(run / "best.pt").baseline.background == 6
+    stored = checkpoint.load(run / "best.pt")
+    assert (stored.baseline.background, checkpoint.build_metadata(stored).resize) == (6, "letterbox-bilinear")
     # options left out are the run's own; another value is another run
     refused = opal("train", data, *arguments, *regions[:2], "--keep-off-weight", "0.7", "--out", run, "--resume")
     assert "keep_off_weight was 0.5 and is 0.7" in refused.stderr
