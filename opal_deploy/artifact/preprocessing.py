@@ -109,7 +109,6 @@ PRESETS: dict[str, Preprocessing] = {
     "ultralytics": Preprocessing(None, *_PLAIN),
     "letterbox": Preprocessing(ResizeRule("letterbox"), *_PLAIN),
     "stretch": Preprocessing(ResizeRule(), *_IMAGENET),
-    "keras-torch": Preprocessing(ResizeRule(), *_IMAGENET),
     "keras-tf": Preprocessing(ResizeRule(), *_HALF),
     "keras-caffe": Preprocessing(ResizeRule(), *_CAFFE, is_bgr=True),
     "keras-255": Preprocessing(ResizeRule(), (0.0,) * 3, (1 / 255,) * 3),

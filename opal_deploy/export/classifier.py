@@ -12,7 +12,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -31,12 +31,13 @@ from opal_deploy.artifact.documents import pack_array
 from opal_deploy.artifact.files import atomic_write, compute_sha256
 from opal_deploy.artifact.heads import find_totals
 from opal_deploy.artifact.metadata import LINEAR_SCHEMA, Metadata
-from opal_deploy.artifact.outputs import INPUT, Outputs
+from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.artifact.preprocessing import PRESETS, Preprocessing, ResizeRule, from_config, read_preprocessing
 from opal_deploy.artifact.test_vectors import Reference
-from opal_deploy.errors import ArtifactError, UsageError, VerificationError, first_line, require
+from opal_deploy.errors import ArtifactError, StoppedEarly, UsageError, VerificationError, first_line, require
 from opal_deploy.export.classifier_tail import OwnInput, Tail, add_shares, check_graph, find_tail, set_input
 from opal_deploy.export.graph_edit import with_outputs
+from opal_deploy.export.onnx_source import reference_runner
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.plan import ExportedOnnx, ExportResult
 from opal_deploy.preprocess.resize import normalise
@@ -68,21 +69,22 @@ def export_classifier(
         VerificationError: it does not answer as the original.
     """
     name = name or path.name
-    onnx_file.check_operators(onnx_file.read_header(path), name)
+    header = onnx_file.read_header(path)
+    onnx_file.check_operators(header, name)
     model = _load(path)
-    check_graph(model, name)
+    value = check_graph(model, name)
     try:
         tail = find_tail(model, name)
     except (ValueError, IndexError) as error:
         raise ArtifactError(
             f"{name}: its last nodes do not fit each other ({first_line(error)}); export it again"
         ) from None
-    preprocessing = preprocessing or _find_preprocessing(model, options, path, name)
-    own = _read_input(model, preprocessing, options, name)
-    names = _name_classes(model, options, path, len(tail.weights), name)
+    preprocessing = preprocessing or _find_preprocessing(header.properties, options, path, name)
+    own = _read_input(value, preprocessing, options, name)
+    names = _name_classes(header.properties, options, path, len(tail.weights), name)
     is_half = any(tensor.data_type == TensorProto.FLOAT16 for tensor in model.graph.initializer)
     rule = preprocessing.rule or ResizeRule("shortest_edge", "bilinear", min(own.size))
-    session = _open(with_outputs(model, [tail.logits]), options, name)
+    run_logits = _make_runner(model, tail.logits, own, options, name)
     if tail.is_binary:
         options.log(f"{name}: one logit found, read as two classes: the second one where it is above 0")
     grid = _measure_grid(model, tail, own, options, name)
@@ -105,34 +107,42 @@ def export_classifier(
         outputs=("logits", "share_classes", "shares"),
         schema=LINEAR_SCHEMA,
     )
-    changed = add_shares(_make_dynamic(model, own), tail, grid, metadata.num_shared)
+
+    def answer(images: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Return the original's logits for images uint8 [n, H0, W0, 3]; with an activation at its end, those before."""
+        logits = run_logits(normalise(images, metadata.mean, metadata.std)).reshape(len(images), -1)
+        return logits * np.array([-0.5, 0.5], np.float32) if tail.is_binary else logits
+
+    changed = add_shares(model, tail, metadata)
+    if own.batch is not None:
+        _make_dynamic(changed.graph, own.batch)
     set_input(changed, own)
-    vectors = test_vector_images(*own.size)
-    logits = _run_original(session, own, normalise(vectors, metadata.mean, metadata.std), tail)
-    reference = Reference(vectors, Outputs(logits))
     if options.slots is not None:
         if metadata.is_multi_label:
             raise UsageError(f"{name}: gives several labels per image; --slots takes a classifier of one: leave it out")
         for package, pip_name in (("torch", None), ("sklearn", "scikit-learn")):
             require(package, "train", "--slots", pip_name=pip_name)
-        from opal_deploy.export import classifier_slots
+        from opal_deploy.export.classifier_slots import divide_shares
 
-        run = partial(_open, options=options, name=name)
-        changed, metadata = classifier_slots.divide_shares(changed, metadata, tail, options, run)
-        slots = classifier_slots.answer_images(changed, vectors, metadata, run)
-        reference = replace(slots, outputs=replace(slots.outputs, logits=logits))
-    metadata = replace(metadata, test_vectors=test_vectors.pack(reference))
+        changed, metadata = divide_shares(changed, metadata, tail, options, partial(_open, options=options, name=name))
     out = path.with_name(f"{Path(name).stem}.opal.onnx") if options.out is None else Path(options.out)
     if out.resolve() == path.resolve():
         raise UsageError(f"--out {out}: is the classifier itself, which stays as it is; give another file")
     with atomic_write(out, replace=options.overwrite) as temporary:
-        metadata = replace(metadata, verification=_verify(changed, metadata, session, own, tail, options, name))
+        onnx_file.write_model(changed, metadata, temporary)
+        session = OnnxSession(temporary, device="cpu", threads=options.threads, check_digest=False)
+        report = _verify(session, answer, tail, own, name)
+        vectors = test_vector_images(*own.size)
+        reference = Reference(vectors, Outputs(answer(vectors)))
+        if options.slots is not None:
+            reference = reference_runner(changed, session)(vectors)
+        metadata = replace(metadata, test_vectors=test_vectors.pack(reference), verification=report)
         onnx_file.write_model(changed, metadata, temporary)
         digest = onnx_file.embed_digest(temporary)
         verify_test_vectors(OnnxSession(temporary, device="cpu", threads=options.threads), name)
-    report, parts = metadata.verification, "the cells' shares" if options.slots is None else "the slots' scores"
+    listed = "the cells' shares" if options.slots is None else "the slots' scores"
     options.log(
-        f"Compared with {name} on {report['images']} images: logits {report['logits']}; {parts} and the bias "
+        f"Compared with {name} on {report['images']} images: logits {report['logits']}; {listed} and the bias "
         f"add up to the logit within {report['sum_error']:.1g} of {report['largest_logit']:.3g}"
     )
     return ExportResult(path, [ExportedOnnx(out, replace(metadata, file_sha256=digest), None)], [])
@@ -158,20 +168,18 @@ def _load(path: Path) -> onnx.ModelProto:
     return model
 
 
-def _properties(model: onnx.ModelProto) -> dict[str, str]:
-    return {entry.key: entry.value for entry in model.metadata_props}
-
-
-def _find_preprocessing(model: onnx.ModelProto, options: ExportOptions, path: Path, name: str) -> Preprocessing:
+def _find_preprocessing(properties: Mapping[str, str], options: ExportOptions, path: Path, name: str) -> Preprocessing:
     beside = path.with_name("preprocessor_config.json")
     if options.preprocess is not None or beside.is_file():
         return read_preprocessing(options.preprocess or str(beside))
-    if _properties(model).get("author") == "Ultralytics":
+    if properties.get("author") == "Ultralytics":
         return PRESETS["ultralytics"]
     raise UsageError(f"{name}: give --preprocess {', '.join(PRESETS)}, or a .json file of timm or Hugging Face")
 
 
-def _name_classes(model: onnx.ModelProto, options: ExportOptions, path: Path, count: int, name: str) -> Sequence[str]:
+def _name_classes(
+    properties: Mapping[str, str], options: ExportOptions, path: Path, count: int, name: str
+) -> Sequence[str]:
     names: Sequence[str]
     if isinstance(options.classes, str | os.PathLike):
         from opal_deploy.model.checkpoint import read_class_names
@@ -182,7 +190,7 @@ def _name_classes(model: onnx.ModelProto, options: ExportOptions, path: Path, co
     else:
         # a file that says how to prepare images lies beside the one with the names
         stated = Path(options.preprocess or "")
-        names = _find_names(model, (stated if stated.suffix == ".json" else path).parent)
+        names = _find_names(properties, (stated if stated.suffix == ".json" else path).parent)
         if not names:
             names = [f"class {number}" for number in range(count)]
             options.log(f"{name}: does not name its classes, which are numbered; name them with --classes FILE")
@@ -191,11 +199,11 @@ def _name_classes(model: onnx.ModelProto, options: ExportOptions, path: Path, co
     return names
 
 
-def _find_names(model: onnx.ModelProto, folder: Path) -> list[str]:
+def _find_names(properties: Mapping[str, str], folder: Path) -> list[str]:
     """Return the class names in a file of Ultralytics, or in a `config.json` of Hugging Face or timm; none without."""
     stored: Any = ()
     with suppress(OSError, ValueError, SyntaxError, TypeError, AttributeError):
-        if (names := _properties(model).get("names")) is not None:
+        if (names := properties.get("names")) is not None:
             # a dictionary as Python writes it
             stored = ast.literal_eval(names)
         else:
@@ -207,9 +215,9 @@ def _find_names(model: onnx.ModelProto, folder: Path) -> list[str]:
     return []
 
 
-def _read_input(model: onnx.ModelProto, preprocessing: Preprocessing, options: ExportOptions, name: str) -> OwnInput:
-    weights = {tensor.name for tensor in model.graph.initializer}
-    value = next(value for value in model.graph.input if value.name not in weights)
+def _read_input(
+    value: onnx.ValueInfoProto, preprocessing: Preprocessing, options: ExportOptions, name: str
+) -> OwnInput:
     kind = value.type.tensor_type.elem_type
     sides = [dim.dim_value or None for dim in value.type.tensor_type.shape.dim]
     # exporters of PyTorch may leave all four sides open
@@ -241,31 +249,32 @@ def _feed(own: OwnInput, images: NDArray[np.float32]) -> NDArray[Any]:
     return np.ascontiguousarray(inputs.astype(np.float16 if own.kind == TensorProto.FLOAT16 else np.float32))
 
 
-def _run_original(session: Any, own: OwnInput, images: NDArray[np.float32], tail: Tail) -> NDArray[np.float32]:
-    """Return the original's logits, in its own batches; with an activation at its end, those before it."""
-    size = own.batch or 1
-    parts = []
-    for start in range(0, len(images), size):
-        # the last batch is filled up with copies
-        rows = np.resize(np.arange(start, min(start + size, len(images))), size)
-        with translate_errors(size):
-            parts.append(session.run([tail.logits], {own.name: _feed(own, images[rows])})[0].reshape(size, -1))
-    logits = np.concatenate(parts)[: len(images)].astype(np.float32)
-    return logits * np.array([-0.5, 0.5], np.float32) if tail.is_binary else logits
+def _make_runner(
+    model: onnx.ModelProto, value: str, own: OwnInput, options: ExportOptions, name: str
+) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
+    """Return a function from normalised images [n, 3, H0, W0] to a value of a classifier, run in its own batches."""
+    session, size = _open(with_outputs(model, [value]), options, name), own.batch or 1
+
+    def run(images: NDArray[np.float32]) -> NDArray[np.float32]:
+        parts = []
+        for start in range(0, len(images), size):
+            # the last batch is filled up with copies
+            rows = np.resize(np.arange(start, min(start + size, len(images))), size)
+            with translate_errors(size):
+                (part,) = session.run([value], {own.name: _feed(own, images[rows])})
+            # a single image may have lost its axis
+            parts.append(part if part.ndim > 1 else part[None])
+        return np.concatenate(parts)[: len(images)].astype(np.float32)
+
+    return run
 
 
 def _measure_grid(
     model: onnx.ModelProto, tail: Tail, own: OwnInput, options: ExportOptions, name: str
 ) -> tuple[int, int]:
     """Return (H, W) of the feature map, from a run; tokens are taken as rows of a grid of the input's shape."""
-    seen, (height, width) = _open(with_outputs(model, [tail.features]), options, name), own.size
-
-    def run(image: NDArray[np.float32]) -> NDArray[Any]:
-        batch = np.repeat(image[None], own.batch or 1, axis=0)
-        with translate_errors(len(batch)):
-            return np.asarray(seen.run([tail.features], {own.name: _feed(own, batch)})[0][:1], np.float32)
-
-    features = run(np.zeros((3, height, width), np.float32))
+    run, (height, width) = _make_runner(model, tail.features, own, options, name), own.size
+    features = run(np.zeros((1, 3, height, width), np.float32))
     channels, axis = tail.weights.shape[1], features.ndim - 1 if tail.channels_last else 1
     sides = np.delete(features.shape, (0, axis))
     if features.ndim not in (3, 4) or features.shape[axis] != channels:
@@ -287,58 +296,47 @@ def _are_in_rows(
     """Return whether tokens are a grid's cells: other noise in a quarter changes the cells of that quarter most.
 
     Args:
-        run: from an image [3, H0, W0] to tokens, whose channels are at `axis`.
+        run: from images [n, 3, H0, W0] to tokens, whose channels are at `axis`.
     """
 
     # the first and the last half of each side
     halves = [(slice(length // 2), slice(length - length // 2, None)) for length in (*grid, *size)]
     rows, cols, down, across = halves
-    noise = np.random.default_rng(0).standard_normal((3, *size), np.float32)
+    noise = np.random.default_rng(0).standard_normal((1, 3, *size), np.float32)
     before, quarters = run(noise), list(np.ndindex(2, 2))
     for place, (row, col) in enumerate(quarters):
         image = noise.copy()
-        image[:, down[row], across[col]] *= -1
+        image[..., down[row], across[col]] *= -1
         changes = np.abs(run(image) - before).sum(axis=axis).reshape(grid)
         if np.argmax([changes[rows[row], cols[col]].sum() for row, col in quarters]) != place:
             return False
     return True
 
 
-def _make_dynamic(model: onnx.ModelProto, own: OwnInput) -> onnx.ModelProto:
-    """Return a copy that takes any number of images: shapes that were traced for one batch are taken from the data."""
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
-    del changed.graph.value_info[:]
-    if own.batch is None:
-        return changed
-    shapes = {node.input[1] for node in changed.graph.node if node.op_type == "Reshape"}
-    tensors = [t for t in changed.graph.initializer if t.name in shapes]
-    tensors += [
-        a.t for n in changed.graph.node if n.op_type == "Constant" and n.output[0] in shapes for a in n.attribute
-    ]
+def _make_dynamic(graph: onnx.GraphProto, batch: int) -> None:
+    """Let a graph take any number of images, in place: shapes traced for one batch are taken from the data."""
+    shapes = {node.input[1] for node in graph.node if node.op_type == "Reshape"}
+    tensors = [tensor for tensor in graph.initializer if tensor.name in shapes]
+    tensors += [a.t for n in graph.node if n.op_type == "Constant" and n.output[0] in shapes for a in n.attribute]
     for tensor in tensors:
         shape = onnx.numpy_helper.to_array(tensor).copy()
-        if len(shape) and shape[0] == own.batch:
+        if len(shape) and shape[0] == batch:
             # 0 copies the size of the input's axis
             shape[0] = 0
             tensor.CopyFrom(onnx.numpy_helper.from_array(shape, tensor.name))
-    return changed
 
 
 def _verify(
-    changed: onnx.ModelProto, metadata: Metadata, original: Any, own: OwnInput, tail: Tail, options: ExportOptions,
+    session: OnnxSession, answer: Callable[[NDArray[np.uint8]], NDArray[np.float32]], tail: Tail, own: OwnInput,
     name: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the report of the gate: the same logits as the original's, and shares that add up to them."""
-    images = example_images(_IMAGES, *own.size)
-    inputs = normalise(images, metadata.mean, metadata.std)
-    expected = _run_original(original, own, inputs, tail)
-    session = _open(changed, options, name)
+    """Return the report of the gate: the same logits as the original's `answer`, and parts that add up to them."""
+    metadata, images = session.metadata, example_images(_IMAGES, *own.size)
+    expected = answer(images)
     try:
-        arrays = session.run(list(metadata.outputs), {INPUT: inputs})
-    except Exception as error:  # ONNX Runtime exports no base class of its exceptions
+        outputs = session.run(images)
+    except StoppedEarly as error:
         raise UsageError(f"{name}: needs a dynamic batch, and has {own.batch} ({first_line(error)})") from None
-    outputs = Outputs.from_arrays(dict(zip(metadata.outputs, arrays, strict=True)))
     largest = float(np.abs(expected).max())
     difference = float(np.abs(outputs.logits - expected).max())
     coarser = 1e3 if metadata.precision == "fp16" else 1.0

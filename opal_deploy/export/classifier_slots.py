@@ -22,23 +22,23 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
 from sklearn.cluster import KMeans
 
 from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import INPUT, Outputs
-from opal_deploy.artifact.test_vectors import Reference, find_top2_margin
 from opal_deploy.datasets.registry import read_dataset
 from opal_deploy.errors import UsageError
 from opal_deploy.evaluation.inputs import check_classes
 from opal_deploy.evaluation.patches import MAX_IMAGES, cut_patches
 from opal_deploy.evaluation.session import Photographs, choose_samples, photographs
 from opal_deploy.export.classifier_tail import Tail
-from opal_deploy.export.graph_edit import KEPT, GraphBuilder, producers, with_outputs
+from opal_deploy.export.graph_edit import KEPT, GraphBuilder, declare_outputs, producers, with_outputs
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.logs import as_progress
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.records.regions import find_strong_cells
+from opal_deploy.runtime.onnx_session import translate_errors
 from opal_deploy.runtime.session import ImageBatch
 
 # s of the module's formula; whole cells to the nearest direction, or 20 and more, give slots that keep less to one part
@@ -74,7 +74,8 @@ def divide_shares(
 
         def run(pixels: ImageBatch) -> dict[str, Any]:
             inputs = normalise(np.asarray(pixels), metadata.mean, metadata.std)
-            return dict(zip(names, session.run(names, {INPUT: inputs}), strict=True))
+            with translate_errors(len(inputs)):
+                return dict(zip(names, session.run(names, {INPUT: inputs}), strict=True))
 
         return photographs(run, samples, metadata.form, boxes=is_cropped, progress=progress, note=note)
 
@@ -83,7 +84,8 @@ def divide_shares(
     for images in answer(model, (columns,), "finding slots"):
         for index, features in zip(images.indices, images.outputs[columns], strict=True):
             label = samples[index].label
-            cells[label].append(find_strong_products(features, tail.weights[label]))
+            products = (tail.weights[label][:, None] * features).T  # W_c * F(u, v), [H W, D]
+            cells[label].append(products[find_strong_cells(products.sum(axis=1))].astype(np.float32))
     directions = []
     for name, vectors in zip(metadata.class_names, cells, strict=True):
         known = np.concatenate(vectors)
@@ -93,30 +95,18 @@ def divide_shares(
                 f"{options.prototypes} slots; give more images, or fewer --prototypes"
             )
         directions.append(find_directions(known, options.prototypes))
-    changed = add_slots(model, tail, np.stack(directions), metadata.grid)
-    answers = answer(changed, ("logits", "argmax", "scores"), "choosing patches")
-    outputs = Outputs.concatenate([Outputs.from_arrays(images.outputs) for images in answers])
-    head = {**metadata.head, "scale": float(np.abs(outputs.logits).max())}
     metadata = replace(
-        metadata, evidence="exact", prototypes_per_class=options.prototypes, head=head,
-        outputs=tuple(value.name for value in changed.graph.output),
+        metadata, evidence="exact", prototypes_per_class=options.prototypes, outputs=("logits", "argmax", "scores"),
         source={**metadata.source, "slots": {"data": Path(options.slots).resolve().name, "images": len(samples)}},
     )  # fmt: skip
+    changed = add_slots(model, tail, np.stack(directions), metadata)
+    answers = answer(changed, metadata.outputs, "choosing patches")
+    outputs = Outputs.concatenate([Outputs.from_arrays(images.outputs) for images in answers])
+    metadata = replace(metadata, head={**metadata.head, "scale": float(np.abs(outputs.logits).max())})
     if options.patches:
         patches = cut_patches(outputs, samples, metadata, "train", boxes=is_cropped).fit()
         metadata = replace(metadata, patches={} if patches is None else patches.to_dict())
     return changed, metadata
-
-
-def find_strong_products(features: NDArray[np.float32], weights: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Return W_c * F(u, v) of the strong cells of a class, see `records.regions`: [n, D].
-
-    Args:
-        features: an image's feature map [D, H W].
-        weights: W_c [D].
-    """
-    products = (weights[:, None] * features).T  # [H W, D]
-    return products[find_strong_cells(products.sum(axis=1))].astype(np.float32)
 
 
 def find_directions(cells: NDArray[np.float32], count: int) -> NDArray[np.float64]:
@@ -131,29 +121,26 @@ def find_directions(cells: NDArray[np.float32], count: int) -> NDArray[np.float6
 
 
 def add_slots(
-    model: onnx.ModelProto, tail: Tail, directions: NDArray[np.float64], grid: tuple[int, int]
+    model: onnx.ModelProto, tail: Tail, directions: NDArray[np.float64], metadata: Metadata
 ) -> onnx.ModelProto:
     """Return a copy of the graph of `add_shares` with the outputs `logits`, `argmax` and `scores` instead of its own.
 
     Args:
         directions: v [C, m, D].
-        grid: (H, W) of the feature map.
+        metadata: of the copy.
     """
     count, slots, channels = directions.shape
-    cells, prototypes = grid[0] * grid[1], count * slots
+    cells, prototypes = metadata.grid[0] * metadata.grid[1], count * slots
     columns = producers(model.graph)[_PRODUCTS].input[1]
     changed = with_outputs(model, ["logits", columns, *([_DEVIATION] if tail.normalised else [])])
     own = producers(changed.graph)["logits"]
     own.output[0] = own.name = _LOGITS
-    builder = GraphBuilder(changed.graph, _PREFIX, ("logits", "argmax", "scores"))
+    builder = GraphBuilder(changed.graph, _PREFIX, metadata.outputs)
+    add, reshape = builder.node, builder.reshape
 
     def constant(name: str, value: Any) -> str:
         return builder.constant(name, np.asarray(value, np.float32))
 
-    def reshape(name: str, value: str, *shape: int) -> str:
-        return builder.node("Reshape", name, value, builder.constant(f"{name}_shape", np.array(shape, np.int64)))
-
-    add = builder.node
     rows = add("Transpose", "rows", columns, perm=[0, 2, 1])  # [N, H W, D]
     shares = add("MatMul", "shares", rows, constant("weights", tail.weights.T / cells))  # [N, H W, C]
     if tail.normalised:
@@ -180,19 +167,5 @@ def add_slots(
         constant("all_slots", np.ones((slots, 1))),
     )  # fmt: skip
     add("Add", "logits", _LOGITS, reshape("losses_by_class", losses, -1, count))
-    del changed.graph.output[:]
-    for output, size in (("logits", count), ("argmax", prototypes), ("scores", prototypes)):
-        kind = TensorProto.INT32 if output == "argmax" else TensorProto.FLOAT
-        changed.graph.output.append(helper.make_tensor_value_info(output, kind, ["N", size]))
+    declare_outputs(changed.graph, metadata)
     return changed
-
-
-def answer_images(
-    model: onnx.ModelProto, images: NDArray[np.uint8], metadata: Metadata, open_session: Callable[..., Any]
-) -> Reference:
-    """Return the reference that a graph with slots is in ONNX Runtime, for images uint8 [N, H0, W0, 3]."""
-    names = (*metadata.outputs, f"{_PREFIX}maps")
-    inputs = normalise(images, metadata.mean, metadata.std)
-    *arrays, maps = open_session(with_outputs(model, names)).run(names, {INPUT: inputs})
-    outputs = Outputs.from_arrays(dict(zip(metadata.outputs, arrays, strict=True)))
-    return Reference(images, outputs, find_top2_margin(maps, signed=True))

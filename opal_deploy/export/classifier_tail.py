@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from opal_deploy.artifact.metadata import Metadata
 from opal_deploy.artifact.outputs import INPUT
 from opal_deploy.errors import UsageError
-from opal_deploy.export.graph_edit import GraphBuilder, producers, strip_traces
+from opal_deploy.export.graph_edit import GraphBuilder, declare_outputs, producers, strip_traces
 
 Activation = Literal["softmax", "sigmoid", "none"]
 # in front of the names of what is added, and of what was there
@@ -82,17 +83,14 @@ class _Graph:
     """A graph's nodes by their outputs, and its constants."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        self.made_by = producers(model.graph)
+        self.node = producers(model.graph).get
         self._tensors = {tensor.name: tensor for tensor in model.graph.initializer}
-
-    def node(self, name: str) -> onnx.NodeProto | None:
-        return self.made_by.get(name)
 
     def constant(self, name: str) -> NDArray[Any] | None:
         """Return a constant's value, also behind the operators of `_FOLDED`; None for what depends on the image."""
         if name in self._tensors:
             return numpy_helper.to_array(self._tensors[name])
-        node = self.made_by.get(name)
+        node = self.node(name)
         if node is None or node.op_type not in _FOLDED:
             return None
         values = {given: self.constant(given) for given in node.input if given}
@@ -115,18 +113,17 @@ def _attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
     return next((helper.get_attribute_value(a) for a in node.attribute if a.name == name), default)
 
 
-def check_graph(model: onnx.ModelProto, name: str) -> None:
-    """Raise UsageError for a graph that cannot be read or run safely, before it is."""
+def check_graph(model: onnx.ModelProto, name: str) -> onnx.ValueInfoProto:
+    """Return a graph's only input; raise UsageError for one that cannot be read or run safely."""
     opset = max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)
     if opset < _OPSET:
         raise UsageError(f"{name}: opset {opset} found; expected {_OPSET} or newer: export it again with a newer opset")
-    inputs = [value.name for value in model.graph.input if value.name not in _constants(model)]
+    weights = {tensor.name for tensor in model.graph.initializer}
+    inputs: list[onnx.ValueInfoProto] = [value for value in model.graph.input if value.name not in weights]
     if len(inputs) != 1:
-        raise UsageError(f"{name}: {len(inputs)} inputs found ({', '.join(inputs)[:99]}); expected one, the images")
-
-
-def _constants(model: onnx.ModelProto) -> set[str]:
-    return {tensor.name for tensor in model.graph.initializer}
+        found = ", ".join(value.name for value in inputs)[:99]
+        raise UsageError(f"{name}: {len(inputs)} inputs found ({found}); expected one, the images")
+    return inputs[0]
 
 
 def find_tail(model: onnx.ModelProto, name: str) -> Tail:
@@ -244,22 +241,17 @@ def _read_dense(graph: _Graph, at: str) -> tuple[str, NDArray[np.float64], NDArr
 
 def _read_mean(graph: _Graph, node: onnx.NodeProto) -> tuple[str, bool] | None:
     """Return the map that a node takes the mean over the cells of, and whether its channels are last; None if none."""
-    if node.op_type == "GlobalAveragePool":
+    # over the whole map, which is checked when the file is run
+    is_average = node.op_type == "AveragePool" and not any(_attribute(node, "pads", [0]))
+    if is_average or node.op_type == "GlobalAveragePool":
         return node.input[0], False
-    if node.op_type == "AveragePool" and not any(_attribute(node, "pads", [0])):
-        # over the whole map, which is checked when the file is run
-        return node.input[0], False
-    if node.op_type == "ReduceMean":
-        axes = _attribute(node, "axes", None)
-        if axes is None and len(node.input) > 1:
-            value = graph.constant(node.input[1])
-            axes = None if value is None else value.ravel().tolist()
-        if axes is not None and sorted(axes) in ([2, 3], [-2, -1], [-1, 2], [2], [-1]):
-            return node.input[0], False
-        # the mean over one axis is over tokens
-        if axes is not None and sorted(axes) in ([1, 2], [-3, -2], [1], [-2]):
-            return node.input[0], True
-    return None
+    if node.op_type != "ReduceMean":
+        return None
+    values = graph.constant(node.input[1]) if len(node.input) > 1 else _attribute(node, "axes", None)
+    axes = [] if values is None else sorted(np.ravel(values).tolist())
+    # the mean over one axis is over tokens
+    channels_first = axes in ([2, 3], [-2, -1], [-1, 2], [2], [-1])
+    return (node.input[0], not channels_first) if channels_first or axes in ([1, 2], [-3, -2], [1], [-2]) else None
 
 
 def _read_layer_norm(
@@ -293,65 +285,54 @@ def _read_layer_norm(
     return centred.input[0], gamma.ravel() + 0.0, beta.ravel() + 0.0, float(epsilon.ravel()[0])
 
 
-def add_shares(model: onnx.ModelProto, tail: Tail, grid: tuple[int, int], listed: int) -> onnx.ModelProto:
-    """Return a copy with the outputs `logits`, `share_classes` and `shares`; its own names begin with `own_`.
-
-    Args:
-        grid: (H, W) of the feature map.
-        listed: number of classes that get shares, the best first.
-    """
+def add_shares(model: onnx.ModelProto, tail: Tail, metadata: Metadata) -> onnx.ModelProto:
+    """Return a copy with the outputs `logits`, `share_classes` and `shares`; its own names begin with `own_`."""
     # a classifier may have values and nodes of any names, such as `logits`
     changed = onnx.compose.add_prefix(model, _OWN)
     strip_traces(changed)
-    graph = changed.graph
-    cells, (count, channels) = grid[0] * grid[1], tail.weights.shape
-    builder = GraphBuilder(graph, _PREFIX, ("logits", "share_classes", "shares"))
-    constant, add = builder.constant, builder.node
+    graph, (height, width) = changed.graph, metadata.grid
+    cells, (count, channels) = height * width, tail.weights.shape
+    builder = GraphBuilder(graph, _PREFIX, metadata.outputs)
+    constant, add, reshape = builder.constant, builder.node, builder.reshape
 
-    flat = constant("flat", np.array([-1, 1 if tail.is_binary else count], np.int64))
-    rows = add("Reshape", "logits_rows", _OWN + tail.logits, flat)
+    def average(name: str, value: str, length: int) -> str:
+        """Add the mean over the last axis, of a length."""
+        return add("MatMul", name, value, constant(f"{name}_weights", np.full((length, 1), 1 / length, np.float32)))
+
+    rows = reshape("logits_rows", _OWN + tail.logits, -1, 1 if tail.is_binary else count)
     logits = add("Cast", "logit" if tail.is_binary else "logits", rows, to=TensorProto.FLOAT)
     if tail.is_binary:
         logits = add("Mul", "logits", logits, constant("halves", np.array([[-0.5, 0.5]], np.float32)))
     best = [_PREFIX + "best", _PREFIX + "ids"]
-    k = constant("k", np.array([listed], np.int64))
+    k = constant("k", np.array([metadata.num_shared], np.int64))
     graph.node.append(helper.make_node("TopK", [logits, k], best, name=_PREFIX + "top"))
     add("Cast", "share_classes", best[1], to=TensorProto.INT32)
     weights = constant("weights", (tail.weights / cells).astype(np.float32))
     chosen = add("Gather", "chosen", weights, best[1], axis=0)  # [N, k, D]
     features = add("Cast", "features", _OWN + tail.features, to=TensorProto.FLOAT)
     if tail.channels_last:
-        shape = constant("cells", np.array([0, cells, channels], np.int64))
-        features = add("Transpose", "columns", add("Reshape", "rows", features, shape), perm=[0, 2, 1])
+        features = add("Transpose", "columns", reshape("rows", features, 0, cells, channels), perm=[0, 2, 1])
     else:
-        shape = constant("cells", np.array([0, channels, cells], np.int64))
-        features = add("Reshape", "columns", features, shape)
+        features = reshape("columns", features, 0, channels, cells)
     if tail.rounded:
         vector = add("Cast", "rounded", _OWN + tail.rounded, to=TensorProto.FLOAT)
-        vector = add("Reshape", "rounded_rows", vector, constant("column", np.array([-1, channels, 1], np.int64)))
-        averaging = constant("cell_averaging", np.full((cells, 1), 1 / cells, np.float32))
-        added = add("Sub", "added", vector, add("MatMul", "cell_mean", features, averaging))
+        vector = reshape("rounded_rows", vector, -1, channels, 1)
+        added = add("Sub", "added", vector, average("cell_mean", features, cells))
         sizes = add("Abs", "sizes", features)
         # a channel that is 0 everywhere is rounded to 0
         least = constant("least", np.array(1e-30, np.float32))
-        mean = add("Add", "mean_size", add("MatMul", "cell_sizes", sizes, averaging), least)
+        mean = add("Add", "mean_size", average("cell_sizes", sizes, cells), least)
         features = add("Add", "whole", features, add("Mul", "parts", sizes, add("Div", "of_size", added, mean)))
     shares = add("MatMul", "products", chosen, features)
     if tail.normalised:
         vector = add("Cast", "vector", _OWN + tail.normalised, to=TensorProto.FLOAT)
-        vector = add("Reshape", "vector_rows", vector, constant("wide", np.array([-1, channels], np.int64)))
-        averaging = constant("averaging", np.full((channels, 1), 1 / channels, np.float32))
-        centred = add("Sub", "centred", vector, add("MatMul", "mean", vector, averaging))
-        variance = add("MatMul", "variance", add("Mul", "squares", centred, centred), averaging)
+        vector = reshape("vector_rows", vector, -1, channels)
+        centred = add("Sub", "centred", vector, average("mean", vector, channels))
+        variance = average("variance", add("Mul", "squares", centred, centred), channels)
         shifted = add("Add", "shifted", variance, constant("epsilon", np.array(tail.epsilon, np.float32)))
-        one = constant("one", np.array([-1, 1, 1], np.int64))
-        deviation = add("Reshape", "deviation", add("Sqrt", "root", shifted), one)
-        shares = add("Div", "divided", shares, deviation)
-    add("Reshape", "shares", shares, constant("grid", np.array([0, 0, *grid], np.int64)))
-    del graph.output[:]
-    for output, sides in {"logits": (count,), "share_classes": (listed,), "shares": (listed, *grid)}.items():
-        kind = TensorProto.INT32 if output == "share_classes" else TensorProto.FLOAT
-        graph.output.append(helper.make_tensor_value_info(output, kind, ["N", *sides]))
+        shares = add("Div", "divided", shares, reshape("deviation", add("Sqrt", "root", shifted), -1, 1, 1))
+    reshape("shares", shares, 0, 0, height, width)
+    declare_outputs(graph, metadata)
     return changed
 
 
@@ -368,6 +349,7 @@ def set_input(model: onnx.ModelProto, own: OwnInput) -> None:
         at = f"{_PREFIX}last"
     nodes.append(helper.make_node("Cast", [at], [_OWN + own.name], to=own.kind))
     old = list(graph.node)
-    del graph.node[:], graph.input[:]
+    # what was traced for its own batch
+    del graph.node[:], graph.input[:], graph.value_info[:]
     graph.node.extend([*nodes, *old])
     graph.input.append(helper.make_tensor_value_info(INPUT, TensorProto.FLOAT, ["N", 3, *own.size]))

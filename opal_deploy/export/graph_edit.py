@@ -22,6 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 from opal_deploy.artifact.class_map import ClassMap
 from opal_deploy.artifact.metadata import TOP_OUTPUTS, Metadata
 from opal_deploy.artifact.opal_head import head_constant
+from opal_deploy.artifact.outputs import INPUT, tensor_specs
 from opal_deploy.errors import ArtifactError
 
 # names of the values at the two ends of the body
@@ -175,21 +176,25 @@ def _add_selection(graph: GraphBuilder, class_map: ClassMap, k: int) -> None:
     # |s| as the norm of the norms of about sqrt(K) parts: ONNX Runtime's ReduceL2 adds up one after another, which over
     # thousands of channels loses more than 1e-6. Its ReduceSum would depend on N in the last bit
     parts = max(divisor for divisor in range(1, math.isqrt(num_prototypes) + 1) if num_prototypes % divisor == 0)
-    shape = graph.constant("parts_shape", np.array([0, parts, num_prototypes // parts], np.int64))
+    blocks = graph.reshape("parts", "scores", 0, parts, num_prototypes // parts)
     axis_2 = graph.constant("axis_2", np.array([2], np.int64))
-    part_norms = graph.node(
-        "ReduceL2", "part_norms", graph.node("Reshape", "parts", "scores", shape), axis_2, keepdims=0
-    )
+    part_norms = graph.node("ReduceL2", "part_norms", blocks, axis_2, keepdims=0)
     graph.node("ReduceL2", "score_norm", part_norms, axis_1, keepdims=0)
 
     table = graph.constant("channel_table", class_map.channel_table.astype(np.int32))
     channels = graph.node("Gather", "channels", table, "top_classes", axis=0)  # [N, k, S]
-    flat_shape = graph.constant("flat_shape", np.array([0, k * slots], np.int64))
-    block_shape = graph.constant("block_shape", np.array([0, k, slots], np.int64))
-    flat = graph.node("Reshape", "flat_channels", channels, flat_shape)
+    flat = graph.reshape("flat_channels", channels, 0, k * slots)
     for source, name in (("scores", "top_scores"), ("argmax", "top_cells")):
-        taken = graph.node("GatherElements", f"taken_{source}", source, flat, axis=1)
-        graph.node("Reshape", name, taken, block_shape)
+        graph.reshape(name, graph.node("GatherElements", f"taken_{source}", source, flat, axis=1), 0, k, slots)
+
+
+def declare_outputs(graph: onnx.GraphProto, metadata: Metadata) -> None:
+    """Give a graph, in place, the outputs that its metadata promises, for any number of images."""
+    del graph.output[:]
+    for name, (shape, dtype) in tensor_specs(metadata).items():
+        if name != INPUT:
+            kind = helper.np_dtype_to_tensor_dtype(dtype)
+            graph.output.append(helper.make_tensor_value_info(name, kind, ["N", *shape]))
 
 
 class GraphBuilder:
@@ -208,3 +213,7 @@ class GraphBuilder:
         output = name if name in self._outputs else self._prefix + name
         self._graph.node.append(helper.make_node(operator, inputs, [output], name=output, **attributes))
         return output
+
+    def reshape(self, name: str, value: str, *shape: int) -> str:
+        """Add a node that gives a value another shape, with ONNX's 0 and -1, and return the name of its output."""
+        return self.node("Reshape", name, value, self.constant(f"{name}_shape", np.array(shape, np.int64)))

@@ -82,8 +82,8 @@ class CheckpointOptions(Options):
     preprocess: Annotated[
         str | None,
         Option(
-            "How photographs become the input of somebody's classifier: torchvision, timm, ultralytics, stretch, "
-            "keras-torch, keras-tf, keras-caffe, keras-255, raw, or a JSON file of timm or Hugging Face.",
+            "How photographs become the input of somebody's classifier: torchvision, timm, ultralytics, letterbox, "
+            "stretch, keras-tf, keras-caffe, keras-255, raw, or a JSON file of timm or Hugging Face.",
             default="as the file says",
         ),
     ] = None
