@@ -121,8 +121,8 @@ def check_graph(model: onnx.ModelProto, name: str) -> onnx.ValueInfoProto:
     weights = {tensor.name for tensor in model.graph.initializer}
     inputs: list[onnx.ValueInfoProto] = [value for value in model.graph.input if value.name not in weights]
     if len(inputs) != 1:
-        found = ", ".join(value.name for value in inputs)[:99]
-        raise UsageError(f"{name}: {len(inputs)} inputs found ({found}); expected one, the images")
+        names = ", ".join(value.name for value in inputs)[:99]
+        raise UsageError(f"{name}: {len(inputs)} inputs found ({names}); expected one, the images")
     return inputs[0]
 
 

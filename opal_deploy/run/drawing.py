@@ -42,10 +42,9 @@ from opal_deploy.visualization.report import (
     make_thumbnail,
 )
 from opal_deploy.visualization.sheet import OtherClass, draw_sheet
+from opal_deploy.visualization.style import LABELS_SHOWN
 from opal_deploy.worker_pool import WorkerCrashed, WorkerPool, WorkerTimeout
 
-# classes below the answer on a sheet
-_MOST_OTHERS = 5
 # by the image's number in the run
 Thumbnails: TypeAlias = dict[int, Thumbnail]
 # the overlay as JPEG, and the report's thumbnail, each None if it was not drawn; and why one is missing
@@ -80,7 +79,7 @@ def build_sheet(
     info = ImageInfo(prepared.input.name, geometry, {"label": prepared.input.label})
     (record,) = build_records([info], outputs, metadata, top=2, decision=decision, slot_names=names)
     document = to_document(record)
-    shown: Sequence[Answer | Label] = (record.labels or ())[1 : 1 + _MOST_OTHERS] or record.top[1:2]
+    shown: Sequence[Answer | Label] = (record.labels or ())[1:LABELS_SHOWN] or record.top[1:2]
     others = [
         # the graph lists shares of classes in this order, too
         OtherClass(other, class_evidence(other.class_id, geometry, outputs, metadata, names), paint_evidence(result, i))
@@ -195,9 +194,12 @@ def _draw(timer: StageTimer, result: Result, with_thumbnail: bool) -> Drawings:
     try:
         with timer.stage("draw"):
             image, record = paint_evidence(result), cast(Answered, result.record)
-            overlay = encode_jpeg(draw_overlay(image, record))
+            others = [paint_evidence(result, place) for place, _ in enumerate((record.labels or ())[1:4], 1)]
+            overlay = encode_jpeg(draw_overlay(image, record, others))
             if with_thumbnail:
-                thumbnail = make_thumbnail(show_photograph(image, record), record)
+                # the page shows boxes of all labels, and a tint would be of one
+                plain = result.prepared.image if others else image
+                thumbnail = make_thumbnail(show_photograph(plain or image, record), record)
     except ImageError as error:
         return overlay, thumbnail, Problem(code="drawing_failed", message=str(error))
     except MemoryError:
@@ -232,6 +234,7 @@ def describe_report(
         evidence=tuple((name, one_line(value)) for name, value in evidence),
         field=metadata.effective_field,
         patches=metadata.known_patches,
+        noun="region" if metadata.evidence == "regions" else "slot",
         reach=metadata.reach,
         title=f"{first}{more}, explained by {path.name}",
         class_names=frozenset(metadata.class_names),

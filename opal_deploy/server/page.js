@@ -22,10 +22,13 @@ async function post(image) {
   throw new Error(reason);
 }
 
-/** Show the table of slots, with `look` also their patches. */
+/** Show the tables of slots or regions, of several labels one each, with `look` also their patches. */
 function showSlots(record, look = null) {
-  const decorate = (slot, row) => evidence.link(row, slot.channel);
-  byId("slots").replaceChildren(...(record.evidence?.length ? [evidence.evidenceTable(record, { decorate, look })] : []));
+  const { noun } = (model.selectedOptions?.[0] ?? model).dataset;
+  const options = { decorate: (slot, row) => evidence.link(row, slot.channel), look, noun };
+  const others = record.evidence?.length ? evidence.otherLabels(record, options) : [];
+  byId("slots").replaceChildren(...(record.evidence?.length ? [evidence.evidenceTable(record, options)] : []), ...others.flatMap(
+    ({ name, values, table }) => [evidence.el("h3", null, evidence.bdi(name)), evidence.el("p", { class: "soft" }, values), table()]));
 }
 
 function showRecord(record) {
@@ -46,9 +49,10 @@ async function showPicture(file, record) {
   const image = byId("image");
   URL.revokeObjectURL(image.src);
   image.src = URL.createObjectURL(file);
-  image.alt = `The picture, predicted ${record.prediction.label}; the table says where each slot looks`;
+  image.alt = `The picture, predicted ${record.prediction.label}; the table lists its boxes`;
   await image.decode();
-  evidence.drawBoxes(byId("boxes"), record.evidence ?? [], record.width, record.height, { record });
+  const others = (record.labels ?? []).slice(1).flatMap((label) => label.evidence ?? []);
+  evidence.drawBoxes(byId("boxes"), record.evidence ?? [], record.width, record.height, { record, others });
   byId("figure").hidden = false;
   const query = new URLSearchParams({ model: model.value, class: record.prediction.class_id });
   const response = await fetch(`patches?${query}`, { headers: headers() });

@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw
 
 from opal_deploy.preprocess.geometry import Box
 from opal_deploy.preprocess.resize import display_size, to_display
-from opal_deploy.records.record import Answer, Answered, Failed, Record, Slot, describe_status
+from opal_deploy.records.record import Answer, Answered, Failed, Label, Record, Slot, describe_status
 from opal_deploy.visualization.boxes import SlotBox, Tag, TaggedBox, draw_boxes, emphasize, group_boxes, place_tags
 from opal_deploy.visualization.sentences import adds_up, describe_answer, describe_weak, headline
 from opal_deploy.visualization.style import FAINT, INK, PAPER, RGB, font, format_number, to_drawable, wrap_text
@@ -113,12 +113,13 @@ def _font_size(width: int, height: int) -> int:
     return max(12, round(math.sqrt(width * height) / 30))
 
 
-def draw_overlay(image: Image.Image, record: Record) -> Image.Image:
+def draw_overlay(image: Image.Image, record: Record, others: Sequence[Image.Image] = ()) -> Image.Image:
     """Return a photograph with a box per slot, and a caption below.
 
     Args:
         image: the whole image, EXIF orientation applied, or its `to_display`; not changed.
         record: the image's record; without `evidence` no boxes are drawn, and the caption says so.
+        others: the same image for up to three further labels of several, shown smaller below the caption.
 
     Returns:
         RGB; the photograph in the upper left corner, of `photograph_size`.
@@ -135,13 +136,30 @@ def draw_overlay(image: Image.Image, record: Record) -> Image.Image:
     caption = _lay_out_caption(record, width - 2 * size, size)
     draw_evidence(photograph, record)
     below = 2 * size + sum(round(font_size * 1.4) for _, font_size, _ in caption)
-    canvas = Image.new("RGB", (width, height + below), PAPER)
+    across, labels = width // 3, (record.labels or ())[1 : 1 + len(others)]
+    panels = [_draw_label(other, label, record, across) for other, label in zip(others, labels, strict=True)]
+    canvas = Image.new("RGB", (width, height + below + max((panel.height for panel in panels), default=0)), PAPER)
+    for number, panel in enumerate(panels):
+        canvas.paste(panel, (number * across, height + below))
     canvas.paste(photograph, (0, 0))
     draw, y = ImageDraw.Draw(canvas), height + size
     for text, font_size, color in caption:
         draw.text((size, y), to_drawable(text), color, font(font_size))
         y += round(font_size * 1.4)
     return canvas
+
+
+def _draw_label(image: Image.Image, label: Label, record: Answered, width: int) -> Image.Image:
+    """Return a small photograph with the boxes of one label, and its name and probability below."""
+    size = max(12, width // 14)
+    scale = (width - size) / max(record.width, record.height)
+    small = image.convert("RGB").resize([max(1, round(scale * side)) for side in (record.width, record.height)])
+    draw_boxes(small, place_boxes(label.evidence, LOGIT), (scale, scale))
+    panel = Image.new("RGB", (width, small.height + 4 * size), PAPER)
+    panel.paste(small, (size // 2, 0))
+    lines = wrap_text(f"{to_drawable(label.label)}, {format_number(label.probability)}", size, width - size, 2)
+    ImageDraw.Draw(panel).text((size // 2, small.height + size // 4), "\n".join(lines), INK, font(size))
+    return panel
 
 
 def paint_shares(image: Image.Image, shares: NDArray[np.floating], crop: tuple[int, int, int, int]) -> Image.Image:

@@ -41,6 +41,8 @@ COLORS: tuple[RGB, ...] = (
     (136, 137, 110),  # olive
 )
 
+# labels of an image whose evidence is shown, the strongest first
+LABELS_SHOWN = 6
 # letters and signs that Unicode does not decompose to what the built-in font has
 _PLAIN = str.maketrans(
     {

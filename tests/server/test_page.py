@@ -66,4 +66,5 @@ def test_the_page_allows_nothing_from_elsewhere(serving):
         assert answer.status_code == 200
         assert answer.headers["content-security-policy"].startswith("default-src 'none'; ")
         assert answer.headers["x-content-type-options"] == "nosniff"
+    assert 'data-noun="slot"' in answers[""].text
     assert "http" not in answers[""].text.replace("<!doctype html>", "")

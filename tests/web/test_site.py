@@ -70,7 +70,7 @@ def visit():
             return page
 
         yield open_page
-        assert [url for url in elsewhere if not url.startswith(("http://localhost/", "blob:", "data:"))] == []
+        assert [url for url in elsewhere if not url.startswith(("http://localhost/", "blob:", "data:", "file:"))] == []
         expect.set_options(timeout=5_000)
 
 
@@ -133,7 +133,7 @@ class TestPage:
     @pytest.mark.parametrize(("tail", "preprocess"), [("sigmoid", "timm"), ("dense", "letterbox")])
     def test_a_classifier_is_explained_as_it_is(self, visit, opal, tmp_path, tail, preprocess):
         path = tmp_path / "picture.png"
-        Image.fromarray(example_images(1, 331, 477)[0]).save(path)
+        Image.fromarray(example_images(2, 331, 477)[1]).save(path)
         options = ("--preprocess", preprocess, "--web", "site", "--ort-web", ORT_WEB, "--threads", "1")
         check(opal("export", make(tmp_path / "c.onnx", TAILS[tail][0]), *options, cwd=tmp_path))
         page = visit(tmp_path / "site")
@@ -147,6 +147,19 @@ class TestPage:
         page.locator("#classes section").last.hover()
         painted = "heat => heat.getContext('2d').getImageData(0, 0, 4, 4).data.some(Boolean)"
         assert page.locator("#heat").evaluate(painted)
+        # the report and the overlay show further labels too
+        check(opal("infer", path, "--explain", "--out", "run", "--threads", "1", cwd=tmp_path))
+        labels, (overlay,) = expected.get("labels", [])[1:], (tmp_path / "run" / "overlays").iterdir()
+        plain = opal_deploy.load(tmp_path / "c.opal.onnx", threads=1).predict(path).overlay()
+        with Image.open(overlay) as shown:
+            assert (shown.height > plain.height) == (tail == "sigmoid")
+        page.goto((tmp_path / "run" / "report.html").as_uri())
+        page.locator("#cards h3 a").click()
+        headings = ["Regions", *(label["label"] for label in labels), "Closest classes"]
+        expect(page.locator("#sheet h3")).to_have_text(headings)
+        for row in page.locator("#sheet tr[data-channel]").all()[:1]:
+            row.hover()
+            expect(page.locator("#sheet .box.other.lit")).to_be_visible()
 
     def test_pictures_are_resized_as_pillow_does_it(self, site, visit):
         page = visit(site)

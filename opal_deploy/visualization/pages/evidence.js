@@ -20,7 +20,8 @@ const evidence = (() => {
 
   /** A text with the glossary's sentences about its first word as a tooltip. */
   function explained(text) {
-    const meaning = GLOSSARY[text.split(" ")[0]];
+    // the glossary's contributions are to a cosine
+    const meaning = text.endsWith("logit") ? null : GLOSSARY[text.split(" ")[0]];
     return meaning ? el("abbr", { title: meaning }, text) : text;
   }
 
@@ -146,7 +147,7 @@ const evidence = (() => {
    * What a slot found in a picture, and two patches of training images that look like it to the model. `look` has the
    * picture's href, width, height and name, how far patches reach in cells, and the class's patches, as `Patches.to_page`.
    */
-  function showPatches({ slot, box: [x0, y0, x1, y1], box }, { href, width, height, isHigh, name, reach, patches }) {
+  function showPatches({ slot, box: [x0, y0, x1, y1], box }, { href, width, height, isHigh, name, reach, patches }, noun) {
     const across = reach * (x1 - x0), down = reach * (y1 - y0), file = (name ?? "").split(/[\/\\]/).at(-1);
     const around = [Math.max(x0 - across, 0), Math.max(y0 - down, 0), Math.min(x1 + across, width), Math.min(y1 + down, height)];
     const alike = (patches?.[slot] ?? []).filter(([image]) => image !== file).slice(0, 2).map(([image, [a, b, c, d], jpeg]) => {
@@ -155,7 +156,7 @@ const evidence = (() => {
       return el("span", { class: "patch", title: image }, el("img", { src: `data:image/jpeg;base64,${jpeg}`,
         alt: `slot ${slot} in ${image}, a training image` }), el("span", { class: "boxes" }, frame));
     });
-    return el("div", { class: "patches" }, cut({ href, width, height: isHigh ? null : height }, around, box, slot, `slot ${slot}: found here`),
+    return el("div", { class: "patches" }, cut({ href, width, height: isHigh ? null : height }, around, box, slot, `${noun} ${slot}: found here`),
       ...alike);
   }
 
@@ -171,7 +172,7 @@ const evidence = (() => {
     const rows = slots.map((slot, i) => {
       const start = (Math.min(0, values[i]) - low) * scale, stop = (Math.max(0, values[i]) - low) * scale;
       const row = el("tr", null, el("td", null, tag(slot.slot), ...(slot.name ? [" ", bdi(slot.name)] : [])),
-        el("td", { class: "wide" }, bar("bar", [[start, stop - start, slot.slot]]), look && showPatches(slot, look)),
+        el("td", { class: "wide" }, bar("bar", [[start, stop - start, slot.slot]]), look && showPatches(slot, look, noun)),
         el("td", NUMERIC, number(values[i])), scores && !look ? el("td", NUMERIC, number(slot.score)) : null,
         look ? null : el("td", NUMERIC, slot.cell.join(", ")));
       decorate?.(slot, row);
@@ -181,6 +182,15 @@ const evidence = (() => {
     const notes = [record.top ? boxNote(record) : "", look ? `Below each bar: ${noun === "slot" ? "what the slot found" : `the ${noun}`}${
       slots.some(({ slot }) => look.patches?.[slot]?.length) ? ", then parts of training images that look like it to the model" : ""}.` : ""];
     return table("slots", [[noun], [meaning, { colspan: 2 }], ...(look ? [] : more)], rows, notes.filter(Boolean).join(" "));
+  }
+
+  /** The labels of an image below the strongest one, for models of several, each with the table of its regions. */
+  function otherLabels(record, options) {
+    const least = Math.max(0, ...record.evidence.map(({ contribution }) => contribution));
+    return (record.labels ?? []).slice(1).filter((label) => label.evidence?.length).map((label) => ({
+      name: label.label, probability: number(label.probability), values: `logit ${number(label.logit)}, probability ${number(label.probability)}`,
+      table: () => evidenceTable(label, { ...options, least }),
+    }));
   }
 
   /** A record in words and figures: two sentences, the contributions side by side, cosine, margin and probability. */
@@ -193,12 +203,12 @@ const evidence = (() => {
     if (slots?.length > 1) figures.push(["different cells", `${new Set(slots.map(({ cell }) => String(cell))).size} of ${slots.length}`]);
     return [
       ...describe(record).map((sentence) => el("p", { class: "words" }, sentence)),
-      slots?.length && findMeaning(record) === COSINE ? sumBar(slots) : null, measures(figures),
+      slots?.length && findMeaning(record) === COSINE ? sumBar(slots) : null, measures(figures, prediction.cosine === null),
     ].filter((part) => part !== null);
   }
 
-  function measures(pairs) {
-    const items = pairs.map(([name, text]) => el("div", null, el("dt", null, explained(name)), el("dd", null, text)));
+  function measures(pairs, isLogit) {
+    const items = pairs.map(([name, text]) => el("div", null, el("dt", null, isLogit ? name : explained(name)), el("dd", null, text)));
     return el("dl", { class: "measures" }, ...items);
   }
 
@@ -294,5 +304,5 @@ const evidence = (() => {
 
   document.addEventListener("change", ({ target }) => { if (target.id === "show-boxes") document.body.dataset.boxes = target.value; });
 
-  return { el, bdi, number, table, evidenceTable, summary, headline, drawBoxes, link, say, takePictures, NUMERIC, MEANINGS: [COSINE, DISTANCE, SCORE] };
+  return { el, bdi, number, table, evidenceTable, otherLabels, summary, headline, drawBoxes, link, say, takePictures, NUMERIC, MEANINGS: [COSINE, DISTANCE, SCORE] };
 })();

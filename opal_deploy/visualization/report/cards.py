@@ -17,7 +17,7 @@ from opal_deploy.datasets.samples import describe_never_predicted
 from opal_deploy.records.record import STATUSES, Answer, Answered, Failed, Record, Slot, describe_status
 from opal_deploy.visualization.overlay import MEANINGS, NO_EVIDENCE, build_bars, overlay_width, photograph_size
 from opal_deploy.visualization.pages import load_templates
-from opal_deploy.visualization.style import escape_unprintable
+from opal_deploy.visualization.style import LABELS_SHOWN, escape_unprintable
 
 _NO_NAME = "(no name)"
 # digits after the point; results.jsonl has full precision
@@ -64,26 +64,36 @@ def describe_card(
     """
     if isinstance(record, Failed):
         return {"message": _shorten(record.error.message)}
-    slots = [
-        (
-            slot.slot, slot.cell, _round(slot.score), _round(slot.contribution), [round(side, 1) for side in slot.box],
-            None if slot.name is None else escape_unprintable(slot.name),
-        )
-        for slot in record.evidence
-    ]  # fmt: skip
     undrawn = record.drawing_error
     width = overlay_width(record.width, record.height) / photograph_size(record.width, record.height)[0]
     return {
         "rest": record.rest, "bias": record.bias, "cosine": record.prediction.cosine is not None,
-        "size": [record.width, record.height], "drawn": drawn, "slots": slots,
+        "size": [record.width, record.height], "drawn": drawn,
+        "slots": _list_slots(record.evidence),
         "meaning": MEANINGS.index(build_bars(record)[0]), "flag": describe_status(record),
         "probability": _round(record.prediction.calibrated_probability),
         "top": [(label_index(answer.label), _match(answer)) for answer in record.top],
-        "labels": None if record.labels is None else [label_index(label.label) for label in record.labels],
+        "labels": None if record.labels is None else [
+            (
+                label_index(label.label), _round(label.logit), _round(label.probability), _round(label.rest),
+                _list_slots(label.evidence if number < LABELS_SHOWN else ()),
+            )
+            for number, label in enumerate(record.labels)
+        ],
         "fields": [] if effective is None else _place_fields(record.evidence, effective),
         "overlay": record.overlay if _OVERLAY_NAME.fullmatch(record.overlay or "") else None,
         "overlay_width": round(width, 4), "undrawn": f"not drawn: {_shorten(undrawn.message)}" if undrawn else "",
     }  # fmt: skip
+
+
+def _list_slots(evidence: Sequence[Slot]) -> list[tuple[Any, ...]]:
+    return [
+        (
+            slot.slot, slot.cell, _round(slot.score), _round(slot.contribution), [round(side, 1) for side in slot.box],
+            None if slot.name is None else escape_unprintable(slot.name),
+        )
+        for slot in evidence
+    ]  # fmt: skip
 
 
 def render_card(record: Record, number: int, source: str | None) -> str:

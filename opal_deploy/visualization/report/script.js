@@ -37,10 +37,15 @@
       status: ["ok", "abstained", "unknown"][row[STATUS]], margin: row[MARGIN], width: d.size[0], height: d.size[1],
       prediction: { ...answer([row[CLASS], row[VALUE]]), calibrated_probability: d.probability ?? undefined },
       top: d.top.map(answer), meaning: evidence.MEANINGS[d.meaning],
-      evidence: d.slots.map(([slot, cell, score, contribution, box, name]) => ({ slot, cell, score, contribution, box, name })),
-      rest: d.rest, bias: d.bias, labels: d.labels?.map((label) => ({ label: labels[label] })),
+      evidence: readSlots(d.slots, ""), rest: d.rest, bias: d.bias,
+      labels: d.labels?.map(([label, logit, probability, rest, slots], i) => (
+        { label: labels[label], logit, probability, rest, evidence: readSlots(slots, `${row[NUMBER]}/${i}`) })),
     };
   }
+
+  // each label's regions have names of their own, by which rows light up boxes
+  const readSlots = (slots, owner) => slots.map(([slot, cell, score, contribution, box, name]) => (
+    { slot, cell, score, contribution, box, name, ...(owner && { channel: `${owner}/${slot}` }) }));
 
   const byStrength = (record) => {
     const strength = ({ contribution, score }) => contribution ?? score;
@@ -67,7 +72,8 @@
     const boxes = d.slots.length ? "with evidence boxes" : "without boxes";
     const image = el("img", { alt: row[NAME] + ", " + boxes + "; predicted " + labels[row[CLASS]], decoding: "async", loading: "lazy" });
     const layer = el("div", { class: "boxes", "aria-hidden": "true" }), [width, height] = d.size;
-    evidence.drawBoxes(layer, record(position).evidence, width, height, { record: record(position), fields: d.fields, isDrawn: d.drawn });
+    const shown = record(position), others = (shown.labels ?? []).slice(1).flatMap((label) => label.evidence);
+    evidence.drawBoxes(layer, shown.evidence, width, height, { record: shown, others, fields: d.fields, isDrawn: d.drawn });
     const figure = el("figure", { class: "photo" }, image, layer);
     figure.style.aspectRatio = width + " / " + height;
     figure.style.maxWidth = "calc(18rem * " + width / height + ")";
@@ -99,11 +105,16 @@
     return node;
   }
 
+  const otherLabels = (position, options) =>
+    evidence.otherLabels(record(position), { ...options, decorate: (slot, row) => evidence.link(row, slot.channel) });
+
   function card(position) {
     const row = rows[position], d = details(position), parts = answer(position);
     if (row[STATUS] !== FAILED) {
-      parts.push(d.slots.length ? lazyDetails(pluralize(d.slots.length, "slot", "slots"), () => evidence.evidenceTable(record(position), { look: look(position) }))
+      const options = { look: look(position), noun: config.noun };
+      parts.push(d.slots.length ? lazyDetails(pluralize(d.slots.length, config.noun, `${config.noun}s`), () => evidence.evidenceTable(record(position), options))
         : el("p", { class: "note" }, config.no_evidence));
+      parts.push(...otherLabels(position, options).map(({ name, probability, table }) => lazyDetails(`${name}, ${probability}`, table)));
       if (d.top.length) parts.push(lazyDetails(pluralize(d.top.length, "closest class", "closest classes"), () => topTable(d)));
     }
     const link = el("a", { href: "#i=" + row[NUMBER] }, bdi(row[NAME]));
@@ -123,7 +134,9 @@
       figure.append(el("p", { class: "note" }, link, " (file next to this page)"));
     }
     if (row[STATUS] !== FAILED) {
-      text.append(...(d.slots.length ? [el("h3", null, "Slots"), evidence.evidenceTable(byStrength(record(position)), { look: look(position) })] : [el("p", { class: "note" }, config.no_evidence)]));
+      const options = { look: look(position), noun: config.noun }, heading = { slot: "Slots", region: "Regions" }[config.noun];
+      text.append(...(d.slots.length ? [el("h3", null, heading), evidence.evidenceTable(byStrength(record(position)), options)] : [el("p", { class: "note" }, config.no_evidence)]));
+      text.append(...otherLabels(position, options).flatMap(({ name, values, table }) => [el("h3", null, bdi(name)), el("p", { class: "note" }, values), table()]));
       if (d.top.length) text.append(el("h3", null, "Closest classes"), topTable(d));
     }
     const title = el("h2", { id: "sheet-title", tabindex: "-1" }, bdi(row[NAME]));

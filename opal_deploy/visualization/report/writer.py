@@ -49,6 +49,7 @@ class ReportOptions:
     Attributes:
         facts, evidence: (name, value) pairs about the run, and of what was measured of the model's evidence.
         patches: the model's patches of training images, shown next to what a slot found; None where there are none.
+        noun: what a box shows, `slot` or `region`.
         reach: how far patches reach around a box, in cells.
         field: the model's effective receptive field, shown around cells on demand; None if it is unknown.
         class_names: the labels that the model knows, for the accuracy; None: all.
@@ -58,6 +59,7 @@ class ReportOptions:
     evidence: tuple[Fact, ...] = ()
     field: EffectiveField | None = None
     patches: Patches | None = None
+    noun: str = "slot"
     reach: float = 1.0
     title: str = "Explanations"
     class_names: frozenset[str] | None = None
@@ -157,7 +159,7 @@ class ReportWriter:
             config = {
                 "labels": [escape_unprintable(label) for label in self._labels], "no_evidence": NO_EVIDENCE,
                 "image_mode": self._image_mode, "block": _BLOCK, "page": PAGE_SIZE,
-                "reach": self._options.reach, "patches": self._list_patches(),
+                "noun": self._options.noun, "reach": self._options.reach, "patches": self._list_patches(),
             }  # fmt: skip
             with open(self._part_path, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
                 file.write(page + json_script("config", config))
@@ -207,6 +209,7 @@ class ReportWriter:
             failed_cards=self._failed_cards,
             meanings_shown=self._meanings,
             glossary=GLOSSARY,
+            noun=self._options.noun,
             fields=self._options.field is not None,
             modes=("boxes", "patches only") if self._image_mode == "files" else ("boxes", "no boxes", "patches only"),
         )
