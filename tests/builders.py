@@ -53,6 +53,13 @@ def _sharpen(network):
             network.head.projection.bias.normal_()
 
 
+def _open_branches(network):
+    """Let residual branches count, whose last normalisation timm initialises with zeros."""
+    for module in network.backbone.modules():
+        if isinstance(module, nn.BatchNorm2d) and not module.weight.any():
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+
+
 def build_checkpoint(backbone="tiny", head=None, size=(64, 96), num_classes=4, *, seed=0, sharp=True, **config):
     """Return a checkpoint in memory; `tiny` is no network of torchvision's."""
     torch.manual_seed(seed)
@@ -63,6 +70,7 @@ def build_checkpoint(backbone="tiny", head=None, size=(64, 96), num_classes=4, *
     if tiny:
         network.backbone = Backbone("tiny", _TinyBody(), 24, 32)
         network.head = type(network.head)(24, num_classes, config.head)
+    _open_branches(network)
     if sharp:
         _sharpen(network)
     source = {"file": f"c{seed}.pt", "sha256": f"{seed:064x}", "format": "opal-deploy"}
@@ -80,9 +88,10 @@ class Payload:
 
 
 def build_random_network(num_classes, head, size=(96, 96), *, images=32, **config):
-    """Return a network of a real backbone with random weights and the batch statistics of generated images."""
+    """Return a network of the small backbone with random weights and the batch statistics of generated images."""
     torch.manual_seed(0)
-    network = OpalNetwork(NetworkConfig("shufflenet_v2_x0_5", num_classes, size, head, **config))
+    network = OpalNetwork(NetworkConfig(SMALL_BACKBONE, num_classes, size, head, **config))
+    _open_branches(network)
     update_batch_norms(network, example_images(images, *size))
     return network
 

@@ -35,17 +35,17 @@ INPUT_SIZE = (96, 96)
 # slots of `edited_model`
 LEFT = dict(zip(CLASSES, ([0, 2], [1], [0, 1, 2], [1, 2]), strict=True))
 
-# begun first, so that of several processes none ends long after the others
-SLOWEST = {
-    "run/test_ray.py", "run/test_shards.py", "cli/test_demo.py", "cli/test_infer_resume.py", "export/test_graph.py",
-    "train/test_distributed.py", "train/test_resume.py", "train/test_out_of_fold.py", "train/test_head_fit.py",
-    "visualization/report/test_browser.py",
-}  # fmt: skip
+# begun first, the longest before the others, so that of several processes none ends long after the others
+SLOWEST = [
+    "run/test_ray.py", "run/test_shards.py", "export/test_graph.py", "model/test_backbones.py", "web/test_site.py",
+    "train/test_distributed.py", "cli/test_infer_resume.py", "train/test_out_of_fold.py", "train/test_resume.py",
+    "train/test_head_fit.py", "cli/test_demo.py", "cli/test_export.py", "cli/test_unknown.py",
+]  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    folder = Path(__file__).parent
-    items.sort(key=lambda item: item.path.relative_to(folder).as_posix() not in SLOWEST)
+    order = {Path(__file__).parent / name: place for place, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -122,6 +122,7 @@ def model(exact_model: Path) -> opal_deploy.Model:
 
 def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
     import torch
+    from filelock import FileLock
 
     from opal_deploy.export.checkpoint_source import CheckpointSource
     from opal_deploy.export.exporter import export
@@ -136,12 +137,17 @@ def _exported(folders: pytest.TempPathFactory, evidence: str) -> Path:
         "map": HeadConfig(prototypes_per_class=3, pooling="avg"),
         "none": LINEAR_BASELINE,
     }
-    with torch.random.fork_rng(devices=[]):
-        network = build_random_network(len(CLASSES), heads[evidence], INPUT_SIZE)
-    path = folders.mktemp(evidence) / f"{evidence}.pt"
-    save(path, Checkpoint(network, CLASSES))
-    source = CheckpointSource(load(path), path)
-    return export(plan_export(source, ExportOptions(threads=1))).onnx[0].path
+    # made once for all processes of a test run, whose folders lie side by side
+    folder = folders.getbasetemp()
+    path = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / evidence / f"{evidence}.pt"
+    path.parent.mkdir(exist_ok=True)
+    with FileLock(f"{path.parent}.lock"), torch.random.fork_rng(devices=[]):
+        if not path.with_suffix(".onnx").exists():
+            network = build_random_network(len(CLASSES), heads[evidence], INPUT_SIZE)
+            save(path, Checkpoint(network, CLASSES))
+            source = CheckpointSource(load(path), path)
+            export(plan_export(source, ExportOptions(threads=1)))
+    return path.with_suffix(".onnx")
 
 
 Opal = Callable[..., "subprocess.CompletedProcess[str]"]

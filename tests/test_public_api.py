@@ -122,7 +122,7 @@ def test_a_model_describes_itself_and_other_files_are_refused(model, tmp_path):
     prediction = model.predict(np.zeros((96, 96, 3), np.uint8))["prediction"]
     assert model.names[prediction["class_id"]] == prediction["label"]
     assert list(model.names) == [0, 1, 2, 3]
-    assert repr(model).startswith("<opal_deploy.Model shufflenet_v2_x0_5, 4 classes, ONNX Runtime")
+    assert repr(model).startswith("<opal_deploy.Model timm:test_resnet, 4 classes, ONNX Runtime")
     (tmp_path / "model.onnx").write_bytes(b"nothing")
     with pytest.raises(opal_deploy.ArtifactError, match="not an ONNX file"):
         opal_deploy.load(tmp_path / "model.onnx")

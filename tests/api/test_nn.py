@@ -9,6 +9,7 @@ import opal_deploy
 from opal_deploy.errors import CheckpointError, UsageError
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.synthetic import example_images
+from tests.builders import SMALL_BACKBONE
 
 NAMES = ["Albatross", "Gull", "Tern"]
 
@@ -39,7 +40,7 @@ def test_a_loop_of_one_s_own_trains_a_network_that_is_exported(tmp_path):
     for number in range(24):
         images[number, ..., number % 3] //= 4
     labels = torch.arange(24) % 3
-    network = opal_deploy.nn.build_network("shufflenet_v2_x0_5", 3, size=96, prototypes=2)
+    network = opal_deploy.nn.build_network(SMALL_BACKBONE, 3, size=96, prototypes=2)
     pixels = torch.from_numpy(normalise(images, network.config.mean, network.config.std))
     optimizer = torch.optim.Adam(network.parameters(), 3e-3)
     losses = []

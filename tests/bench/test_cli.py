@@ -38,12 +38,13 @@ def test_latency_of_two_models(bench, exact_model, linear_model, tmp_path):
     assert row.count("spread") == 4
 
 
-def test_two_files_are_compared(bench, exact_model, linear_model):
+def test_two_files_are_compared_and_one_is_refused(bench, opal, exact_model, linear_model):
     (measurement,), stderr = bench("compare", linear_model, exact_model, "--repeats", "4")
     assert measurement["case"]["reference"] == "none.onnx, onnxruntime, fp32"
     assert (measurement["target"]["head"], measurement["details"]["reference"]["head"]) == ("opal", "linear")
     assert len(measurement["figures"]["ratio"]["repeats"]) == 4
     assert "exact.onnx" in stderr
+    assert "give two models" in check(opal("bench", "compare", exact_model, "--device", "cpu"), 2).stderr
 
 
 def test_one_that_cannot_run_here_is_named_and_stops_no_other(bench, exact_model):
@@ -73,7 +74,3 @@ def test_a_wrong_call_is_answered_in_one_line(opal, exact_model, call, message):
     if "{model}.no" in call:
         message = f"{exact_model}.no"
     assert message in one_line(opal("bench", *(word.format(model=exact_model) for word in call.split())))
-
-
-def test_one_model_is_no_comparison(opal, exact_model):
-    assert "give two models" in check(opal("bench", "compare", exact_model, "--device", "cpu"), 2).stderr

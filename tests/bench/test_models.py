@@ -64,7 +64,7 @@ def test_a_target_is_described(network, eager, exact_model):
     checkpoint = exact_model.with_suffix(".pt")
     assert load_model(network, replace(CPU, precision="fp16")).target.precision == "fp16"
     assert eager.target == Target(
-        "exact.pt", "shufflenet_v2_x0_5", "opal", "torch eager", eager.session.description, "cpu", "fp32", "uint8 NHWC",
+        "exact.pt", "timm:test_resnet", "opal", "torch eager", eager.session.description, "cpu", "fp32", "uint8 NHWC",
         (96, 96), 4, 3, compute_sha256(checkpoint),
     )  # fmt: skip
     file = load_model(exact_model, CPU)

@@ -16,7 +16,7 @@ def test_an_exported_model_is_described_and_json_goes_to_stdout_alone(opal, exac
     assert done.stderr == ""
     assert (document["kind"], document["intact"], document["opset"]) == ("onnx", True, 17)
     assert document["metadata"]["class_names"][3] == "Übersee-Eiche"
-    assert "it can see 527 of 96 pixels" in shown
+    assert "it can see 167 of 96 pixels" in shown
     assert "warning: a cell sees the whole image" in shown
     assert document["metadata"]["receptive_field"]["effective"] is None
     # megabytes of test images are nothing to read
@@ -26,8 +26,8 @@ def test_an_exported_model_is_described_and_json_goes_to_stdout_alone(opal, exac
 def test_a_checkpoint_of_ours_is_described(opal, exact_model):
     document = json.loads(opal("inspect", exact_model.with_suffix(".pt"), "--json").stdout)
     assert document["kind"] == "checkpoint"
-    assert document["config"]["backbone"] == "shufflenet_v2_x0_5"
-    assert document["tensors"]["head.projection.weight"] == [12, 1024, 1, 1]
+    assert document["config"]["backbone"] == "timm:test_resnet"
+    assert document["tensors"]["head.projection.weight"] == [12, 96, 1, 1]
 
 
 def test_a_damaged_model_is_shown_as_damaged(opal, exact_model, tmp_path):

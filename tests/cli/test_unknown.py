@@ -65,7 +65,7 @@ def test_out_of_distribution_images_are_unknown_and_say_why(records, folder, opa
     baseline = onnx_file.read_metadata(folder / "model.onnx").known_baseline
     limit = baseline.choose_threshold(0.5)
     assert "noise.png" in unknown(records)
-    assert len(unknown(records)) < 5
+    assert len(unknown(records)) <= 5
     for record in records:
         assert (record["status"] == "unknown") == (record["ood_score"] > limit) == ("reason" in record)
         if record["status"] == "unknown":

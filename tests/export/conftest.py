@@ -1,5 +1,7 @@
 """Networks that are exported for real, and TensorRT for RTX, which parses and builds them without a GPU."""
 
+import functools
+
 import pytest
 
 from opal_deploy.export import images
@@ -7,7 +9,7 @@ from opal_deploy.export.builder import EngineTarget
 from opal_deploy.model.config import HeadConfig
 from opal_deploy.runtime.tensorrt import TENSORRT_RTX, installed_version, load
 from opal_deploy.synthetic import draw_example
-from tests.builders import build_checkpoint, export_onnx
+from tests.builders import SMALL_BACKBONE, build_checkpoint, export_onnx
 
 needs_rtx = pytest.mark.skipif(installed_version(TENSORRT_RTX) is None, reason="TensorRT for RTX is not installed")
 SM80 = EngineTarget(TENSORRT_RTX, "sm80", None, "a test")
@@ -22,23 +24,15 @@ def rtx():
 @pytest.fixture(autouse=True, scope="session")
 def _images_drawn_once():
     """Drawing the verification images takes longer than the rest of a tiny export; they are always the same."""
-    drawn = {}
-
-    def cached(number, height, width):
-        key = (number, height, width)
-        if key not in drawn:
-            drawn[key] = draw_example(number, height, width)
-        return drawn[key]
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(images, "draw_example", cached)
+        patch.setattr(images, "draw_example", functools.cache(draw_example))
         yield
 
 
 @pytest.fixture(scope="session")
-def resnet18():
-    """ResNet-18 with an attention that is far from uniform."""
-    return build_checkpoint("resnet18", HeadConfig(epsilon=0.1))
+def resnet():
+    """A small ResNet with an attention that is far from uniform."""
+    return build_checkpoint(SMALL_BACKBONE, HeadConfig(epsilon=0.1))
 
 
 @pytest.fixture(scope="session")

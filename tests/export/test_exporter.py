@@ -14,7 +14,7 @@ from opal_deploy.export.plan import plan_export
 from opal_deploy.model.config import PLAIN_CLASSIFIER
 from opal_deploy.runtime.onnx_session import OnnxSession
 from opal_deploy.runtime.verification import verify_test_vectors
-from tests.builders import build_checkpoint
+from tests.builders import SMALL_BACKBONE, build_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ class TestFromACheckpoint:
         assert weights == {TensorProto.FLOAT16}
 
     def test_a_networks_own_classifier_exports_in_every_precision_that_runs_here(self, write_onnx, tmp_path):
-        checkpoint = build_checkpoint("mobilenet_v3_small", PLAIN_CLASSIFIER, (64, 64), sharp=False)
+        checkpoint = build_checkpoint(SMALL_BACKBONE, PLAIN_CLASSIFIER, (64, 64), sharp=False)
         done = write_onnx(checkpoint, tmp_path / "c.onnx")
         assert (done.metadata.outputs, done.metadata.evidence) == (("logits",), "none")
         half = write_onnx(done.path, tmp_path / "c.fp16.onnx", "fp16")

@@ -1,4 +1,4 @@
-"""The contract of every exported graph (docs/contract.md), on real exports of a tiny network and of ResNet-18."""
+"""The contract of every exported graph (docs/contract.md), on real exports of a tiny network and of a small ResNet."""
 
 import getpass
 from itertools import product
@@ -25,8 +25,8 @@ from tests.builders import build_checkpoint
 
 
 @pytest.fixture(scope="module")
-def exported(resnet18, write_onnx, tmp_path_factory):
-    return write_onnx(resnet18, tmp_path_factory.mktemp("resnet18") / "c.onnx")
+def exported(resnet, write_onnx, tmp_path_factory):
+    return write_onnx(resnet, tmp_path_factory.mktemp("resnet") / "c.onnx")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def graph(exported):
     return onnx.load(exported.path)
 
 
-class TestResNet18:
+class TestResNet:
     def test_inputs_and_outputs_are_the_contracts_and_the_cast_comes_first(self, graph):
         (images,) = graph.graph.input
         dims = images.type.tensor_type.shape.dim

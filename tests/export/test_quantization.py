@@ -22,7 +22,7 @@ from opal_deploy.model.checkpoint import build_metadata
 from opal_deploy.runtime.openvino_session import OpenvinoSession
 from opal_deploy.runtime.tensorrt import TENSORRT_RTX
 from opal_deploy.synthetic import example_images
-from tests.builders import build_checkpoint, export_onnx
+from tests.builders import SMALL_BACKBONE, build_checkpoint, export_onnx
 from tests.export.conftest import SM80, needs_rtx
 
 IMAGES = example_images(16, 64, 64)
@@ -140,7 +140,7 @@ class TestImages:
 
     @pytest.mark.data
     def test_a_file_for_processors_runs_in_openvino_and_is_no_engine(self, cub_mini, tmp_path):
-        checkpoint, path = build_checkpoint("resnet18", size=(64, 64)), tmp_path / "c.int8.onnx"
+        checkpoint, path = build_checkpoint(SMALL_BACKBONE, size=(64, 64)), tmp_path / "c.int8.onnx"
         export_onnx(checkpoint, path, "int8", calibrate=cub_mini / "images", verify=False)
         with pytest.raises(UsageError, match="uint8 activations"):
             export_engines(path, builder=TENSORRT_RTX, target="sm80")

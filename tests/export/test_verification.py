@@ -72,8 +72,8 @@ NOISIEST = Float64Comparison(graph=Rounding(), float32=Rounding(1.0, 1.0, 1.0, 1
 
 
 @pytest.fixture(scope="module")
-def candidate(resnet18):
-    return CheckpointSource(resnet18, Path("c.pt")).build_candidate(["fp32"], ExportOptions(threads=2))
+def candidate(resnet):
+    return CheckpointSource(resnet, Path("c.pt")).build_candidate(["fp32"], ExportOptions(threads=2))
 
 
 def _with(candidate, fault):

@@ -88,7 +88,7 @@ def make_other_heads(folder: Path) -> None:
     from tests.export.test_other_heads import Theirs
 
     for kind in ("pip", "proto"):
-        Theirs(kind, stage="stage2").save_cabrnet(folder)
+        Theirs(kind).save_cabrnet(folder)
         arguments = ("--arch", "model_arch.yml", "--size", str(SIDE), "--threads", "1", "--out", f"{kind}.onnx")
         opal(folder, "export", "model_state.pth", *arguments)
 

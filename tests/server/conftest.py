@@ -3,18 +3,14 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from opal_deploy.server import process
 from opal_deploy.server.models import ServerState
 from opal_deploy.server.options import ServeOptions
-
-Serve = Callable[..., Any]
 
 
 class Running:

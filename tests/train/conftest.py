@@ -41,5 +41,5 @@ def fitted_options(lite0_weights):
     """Options of a run that fits the head to a pretrained network, and nothing else."""
     return small(
         backbone="timm:tf_efficientnet_lite0", weights=str(lite0_weights), head_steps=60, epochs=0, batch_size=8,
-        size=64, stride=16, keep_layers=True, schedule="cosine",
+        size=64, stride=16, schedule="cosine",
     )  # fmt: skip

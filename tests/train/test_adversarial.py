@@ -10,9 +10,10 @@ from opal_deploy.model.config import HeadConfig, NetworkConfig
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train.images import normalize
 from opal_deploy.train.losses import NetworkTerms, Objective, change_outside, keep_apart
+from tests.builders import SMALL_BACKBONE
 
 _HEAD = HeadConfig(prototypes_per_class=2)
-_CONFIG = NetworkConfig("shufflenet_v2_x0_5", 2, (128, 128), _HEAD, stride=16)
+_CONFIG = NetworkConfig(SMALL_BACKBONE, 2, (128, 128), _HEAD, stride=16)
 _LABELS = torch.tensor([0, 1, 0, 1])
 
 

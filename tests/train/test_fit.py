@@ -32,14 +32,20 @@ OPTIONS = small(backbone=SMALL_BACKBONE, epochs=2, batch_size=8, lr=1e-3, size=6
 
 @pytest.fixture(scope="module")
 def run(squares, tmp_path_factory):
-    lines, steps = [], []
+    lines, steps, first = [], [], []
     out = tmp_path_factory.mktemp("runs") / "deeper" / "x"
-    result = fit(squares, OPTIONS, out, progress=lambda done, total, note: steps.append(done), log=lines.append)
-    return result, lines, steps
+
+    def log(line):
+        lines.append(line)
+        if line.startswith("epoch 1"):
+            first.append(checkpoint.load(out / "best.pt"))
+
+    result = fit(squares, OPTIONS, out, progress=lambda done, total, note: steps.append(done), log=log)
+    return result, lines, steps, *first
 
 
 def test_files_of_a_run_are_plain_values(run):
-    result, lines, steps = run
+    result, lines, steps, _ = run
     out = result.best.parent
     assert {path.name for path in out.iterdir()} == set(FILES) - {"answers.csv", "doubtful.html"}
     assert (out / "metrics.csv").read_text().startswith("epoch,train_loss,train_accuracy,val_loss,val_accuracy,")
@@ -82,15 +88,8 @@ def test_best_has_the_lowest_validation_loss_and_its_own_test_metrics(run, squar
     assert json.loads((result.best.parent / "summary.json").read_text())["test_accuracy"] == test.accuracy
 
 
-def test_best_is_complete_whenever_it_exists(squares, tmp_path):
-    seen = []
-
-    def look(line):
-        if line.startswith("epoch 1"):
-            seen.append(checkpoint.load(tmp_path / "best.pt"))
-
-    fit(squares, OPTIONS, tmp_path, log=look)
-    first, last = seen[0], checkpoint.load(tmp_path / "best.pt")
+def test_best_is_complete_whenever_it_exists(run, squares):
+    first, last = run[-1], checkpoint.load(run[0].best)
     assert (first.metrics["epoch"], first.metrics["val_images"]) == (1, len(squares.val))
     assert None not in (first.receptive_field, first.calibration, first.baseline, first.patches)
     # test images are answered once, in the end

@@ -23,20 +23,15 @@ from tests.train.fitting import fit, write_regions
 
 
 @pytest.fixture(scope="module")
-def options(fitted_options):
-    return replace(fitted_options, keep_layers=False)
-
-
-@pytest.fixture(scope="module")
-def fitted(squares, options, tmp_path_factory):
+def fitted(squares, fitted_options, tmp_path_factory):
     lines = []
-    return fit(squares, options, tmp_path_factory.mktemp("fitted") / "run", log=lines.append), lines
+    return fit(squares, fitted_options, tmp_path_factory.mktemp("fitted") / "run", log=lines.append), lines
 
 
-def test_no_epochs_leave_the_backbone_as_it_was_and_a_head_that_answers(fitted, options):
+def test_no_epochs_leave_the_backbone_as_it_was_and_a_head_that_answers(fitted, fitted_options):
     result, lines = fitted
     network = checkpoint.load(result.best).network
-    for name, value in build_network(options, "abc", None).backbone.state_dict().items():
+    for name, value in build_network(fitted_options, "abc", None).backbone.state_dict().items():
         assert torch.equal(value, network.backbone.state_dict()[name]), name
     assert (result.best_epoch, [record.epoch for record in result.epochs]) == (0, [0])
     # a third by chance
@@ -51,20 +46,20 @@ def test_no_epochs_leave_the_backbone_as_it_was_and_a_head_that_answers(fitted, 
     assert sum(counts["correct"] for counts in summary["classes"]) == round(9 * result.test.accuracy)
 
 
-def test_a_recipes_cells_are_those_that_the_backbone_has(options):
+def test_a_recipes_cells_are_those_that_the_backbone_has(fitted_options):
     def settle(**changes):
-        settled = settle_stride(replace(options, stride=16, keep_layers=True, adapt_stride=True, **changes), None, None)
+        settled = settle_stride(replace(fitted_options, keep_layers=True, adapt_stride=True, **changes), None, None)
         return settled.stride, settled.keep_layers
 
     assert settle(size=224) == (16, True)
     # 40 pixels are no multiple of 16; a transformer has one size of cells
     assert settle(size=40) == settle(backbone="timm:test_vit", size=160) == (None, False)
     stored = {"options": {"stride": 8, "keep_layers": False}}
-    assert settle_stride(replace(options, adapt_stride=True), None, stored).stride == 8
+    assert settle_stride(replace(fitted_options, adapt_stride=True), None, stored).stride == 8
 
 
-def test_fine_tuning_that_helps_nothing_leaves_the_frozen_network(squares, options, fitted, tmp_path):
-    useless = replace(options, epochs=2, lr=0.5)
+def test_fine_tuning_that_helps_nothing_leaves_the_frozen_network(squares, fitted_options, fitted, tmp_path):
+    useless = replace(fitted_options, epochs=2, lr=0.5)
     result = fit(replace(squares, whole=None), useless, tmp_path / "run")
     assert (result.best_epoch, len(result.epochs)) == (0, 3)
     weights, expected = (checkpoint.load(each.best).network.state_dict() for each in (result, fitted[0]))
@@ -77,8 +72,8 @@ def test_fine_tuning_that_helps_nothing_leaves_the_frozen_network(squares, optio
     assert any("gained nothing" in line for line in lines)
 
 
-def test_a_run_that_ends_after_the_fit_goes_on_bit_by_bit(squares, options, tmp_path, monkeypatch):
-    options, squares = replace(options, epochs=1), replace(squares, whole=None)
+def test_a_run_that_ends_after_the_fit_goes_on_bit_by_bit(squares, fitted_options, tmp_path, monkeypatch):
+    options, squares = replace(fitted_options, epochs=1), replace(squares, whole=None)
     whole = fit(squares, options, tmp_path / "whole")
     write_last = RunWriter.write_last
 
@@ -98,13 +93,13 @@ def test_a_run_that_ends_after_the_fit_goes_on_bit_by_bit(squares, options, tmp_
     assert [record.epoch for record in ended.epochs] == [0, 1]
 
 
-def test_the_plain_head_is_fitted_without_memory_to_a_part_of_the_images(squares, options, tmp_path):
-    options = replace(options, head="plain", stride=None, cache_megabytes=0, head_steps=20)
+def test_the_plain_head_is_fitted_without_memory_to_a_part_of_the_images(squares, fitted_options, tmp_path):
+    options = replace(fitted_options, head="plain", stride=None, cache_megabytes=0, head_steps=20)
     assert fit(squares, options, tmp_path / "run").val.accuracy > 0.6
 
 
-def test_features_that_do_not_fit_into_memory_are_of_a_part_of_the_images(squares, options):
-    network, (fabric, _) = build_network(options, "abc", None), start_fabric("cpu", "fp32")
+def test_features_that_do_not_fit_into_memory_are_of_a_part_of_the_images(squares, fitted_options):
+    network, (fabric, _) = build_network(fitted_options, "abc", None), start_fabric("cpu", "fp32")
     batches = Batches(TrainImages(squares.train, (64, 64)), 8, shuffle_seed=0)
     view_bytes = 2 * min(network.backbone.num_features, 256) * 4 * 4
     for room, images in ((100, 24), (10, 8)):
@@ -115,13 +110,13 @@ def test_features_that_do_not_fit_into_memory_are_of_a_part_of_the_images(square
 
 
 @pytest.mark.slow
-def test_terms_of_the_attention_are_fitted_too(squares, options, tmp_path):
+def test_terms_of_the_attention_are_fitted_too(squares, fitted_options, tmp_path):
     file = write_regions(tmp_path / "regions.json", {str(sample.path): [0, 0, 56, 12] for sample in squares.train})
-    kept_off, scores = replace(options, keep_off=str(file), keep_off_weight=100.0), []
+    kept_off, scores = replace(fitted_options, keep_off=str(file), keep_off_weight=100.0), []
     # the first row of cells
     sky = torch.zeros(len(squares.train), 4, 4)
     sky[:, 0] = 1
-    for name, changed in (("plain", options), ("kept-off", kept_off)):
+    for name, changed in (("plain", fitted_options), ("kept-off", kept_off)):
         run = fit(squares, changed, tmp_path / name)
         network = checkpoint.load(run.best).network
         (pixels, labels), *_ = Batches(TrainImages(squares.train, (64, 64)), len(squares.train))
@@ -148,8 +143,8 @@ def test_an_embedding_at_its_anchor_has_the_probability_that_the_loss_is_scaled_
     torch.testing.assert_close(Objective(scale=scale)(terms, labels)[0], expected)
 
 
-def test_minutes_limit_the_epochs(squares, options, tmp_path):
-    options = replace(options, epochs=50, minutes=0.05)
+def test_minutes_limit_the_epochs(squares, fitted_options, tmp_path):
+    options = replace(fitted_options, epochs=50, minutes=0.02)
     assert fit(squares, options, tmp_path / "run").epochs[-1].epoch < 50
 
 

@@ -84,7 +84,7 @@ def test_fine_tuning_afterwards_sets_images_aside_and_begins_with_a_head_fitted_
     assert [record.epoch for record in result.epochs][:1] == [0]
     assert any("sets" in line and "aside" in line for line in lines)
     # of the other head, unless it came back
-    assert (out / "answers.csv").exists() is (result.config["data"]["val"] == 0)
+    assert (out / "answers.csv").exists() is (result.best_epoch == 0)
 
 
 def test_fine_tuning_that_gains_ends_on_all_images_and_keeps_the_figures_of_those_set_aside(squares, tmp_path):

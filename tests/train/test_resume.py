@@ -100,8 +100,7 @@ def test_ending_before_any_write_and_resuming_ends_bit_identical(squares, whole,
 
 
 def test_a_schedule_and_every_term_of_the_loss_go_on_from_where_they_were(squares, tmp_path):
-    cut = {"backbone": "shufflenet_v2_x0_5", "stride": 8, "keep_layers": True}
-    options = replace(OPTIONS, schedule="cosine", adversarial=0.5, **cut)
+    options = replace(OPTIONS, schedule="cosine", adversarial=0.5, stride=8, keep_layers=True)
     fewer = replace(squares, train=squares.train[:8], val=squares.val[:4], test=[])
     fit(fewer, options, tmp_path / "whole")
     interrupted(fewer, tmp_path / "run", options)
