@@ -1,8 +1,5 @@
 """Times of a run: sums by stage and thread role that add up, whatever threads and errors do."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 
@@ -62,27 +59,6 @@ def test_an_exception_ends_its_stage_and_passes_through(spend):
         assert [row.stage for row in timer.read().stages] == ["read", "decode"]
     # it is not counted as if it were still inside the one that failed
     assert rows(timer.read()) == {"read": (0, 0, 1), "decode": (0, 0, 1), "draw": (1, 0, 1)}
-
-
-def test_threads_add_up_under_their_role(spend):
-    timer = StageTimer()
-    barrier = threading.Barrier(3)
-
-    def work(_):
-        barrier.wait(10)
-        for _ in range(200):
-            with timer.stage("decode"):
-                pass
-
-    with ThreadPoolExecutor(3, initializer=timer.register_thread, initargs=("decoders",)) as pool:
-        list(pool.map(work, range(3)))
-    with timer.stage("decode"):
-        spend(3, 1)
-    decoders, loop = timer.read().stages
-    assert [(row.role, row.calls) for row in (decoders, loop)] == [("decoders", 600), ("loop", 1)]
-    assert (loop.wall, loop.cpu) == (3, 1)
-    both = timer.read().sum_stage("decode")
-    assert (both.calls, both.wall) == (601, decoders.wall + loop.wall)
 
 
 def test_a_run_times_every_stage_where_it_happens(tmp_path):
