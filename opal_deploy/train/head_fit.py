@@ -34,12 +34,14 @@ VIEWS = (WHOLE, MIRRORED, 1)
 BATCH = 64
 # with 5 passes the head answered 78 % of 100 species, with 21 as much as a linear classifier
 LEAST_PASSES = 20
-# Adam's initial learning rate, for features whose root mean square is 1
-_RATE = 6e-3
+# Adam's initial learning rate, for features whose root mean square is 1, and weight decay of slots
+_RATE, _DECAY = 6e-3, 6e-3
 # directions of a basis, and the images whose cells it is found from
 DIRECTIONS, _BASIS_IMAGES = 256, 256
 # share of the image's sides that its middle has
 _MIDDLE = 0.7
+# share of the cells that counts as the object: half of them reached from birds into their surroundings
+_OBJECT = 0.25
 # weight of a finer feature map beside the last one
 _FINER = 1.4
 _TINY = 1e-6
@@ -120,8 +122,7 @@ class FrozenFeatures:
     features: Tensor  # float16 [n, r, H, W], coordinates along `basis`; without one, features, float32 [n, D, H, W]
     pooled: Tensor  # float32 [n, D], the features' means over the cells
     labels: Tensor  # int64 [n]
-    # float16 [n, H, W], share of each cell that is kept off: the data set's regions, or the background, where the first
-    # coordinate is negative; None for neither
+    # float16 [n, H, W], share of each cell kept off: the data set's regions, or the background; None for neither
     regions: Tensor | None
     positions: Tensor  # int64 [n], of the images in the data set's training images
     basis: Basis | None  # None for a head without projection
@@ -182,9 +183,19 @@ def compute_frozen_features(
         done += len(features)
     whole_features, pooled, labels, regions, positions = kept
     if foreground and regions is None and basis is not None:
-        regions = (whole_features[:, 0] < 0).half()
+        regions = torch.cat([find_background(part.float()) for part in whole_features.split(BATCH)]).half()
     counts = num_views, num_views * per_view, done / (time.perf_counter() - began)
     return FrozenFeatures(whole_features, pooled, labels, regions, positions, basis, *counts)
+
+
+def find_background(coordinates: Tensor) -> Tensor:
+    """Return which cells are not of the object, bool [n, H, W], for coordinates [n, r, H, W] along a basis.
+
+    The object is the quarter of the cells with the largest features, on the side that the middle of the images is on.
+    """
+    strength: Tensor = coordinates.norm(dim=1) * (coordinates[:, 0] > 0)
+    least = strength.flatten(1).quantile(1 - _OBJECT, dim=1)
+    return strength <= least[:, None, None]
 
 
 def _compute_views(
@@ -218,11 +229,11 @@ def fit_head(
     rows `among` the features, int64, or to all.
     """
     head.train()
-    model = HeadTerms(head, apart=objective.apart > 0).to(fabric.device)
+    model = HeadTerms(head, fitting=True).to(fabric.device)
     rows = torch.arange(len(frozen.labels)) if among is None else among
     steps = max(steps, round(frozen.batches * len(rows) / len(frozen.labels)) * LEAST_PASSES)
     parameters = [weight for weight in head.parameters() if weight.requires_grad]
-    optimizer = torch.optim.Adam(parameters, lr=_RATE)
+    optimizer = torch.optim.Adam(parameters, lr=_RATE, weight_decay=_DECAY if model.fitting else 0.0)
     totals = torch.zeros(3, dtype=torch.float64)
     batches = itertools.islice(frozen.draw(BATCH // fabric.world_size, rows), steps)
     for step, (features, labels, regions) in enumerate(batches):

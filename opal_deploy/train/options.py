@@ -144,7 +144,7 @@ class TrainOptions(Options):
         default="cosine (grounded), constant (paper)")] = "constant"
     foreground: Annotated[float, _tuning(
         "Weight of keeping the slots off the background, which is found without labels, while the head is fitted.",
-        min=0, default="1 (grounded), 0 (paper)")] = 0.0
+        min=0, default="3 (grounded), 0 (paper)")] = 0.0
     apart: Annotated[float, _tuning(
         "Weight of keeping the slots of a class on different parts while the head is fitted.", min=0,
         default="0.5 (grounded), 0 (paper)")] = 0.0

@@ -14,9 +14,9 @@ from opal_deploy.model import checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.model.head import OpalHead
 from opal_deploy.train.checkpoints import RunWriter
-from opal_deploy.train.head_fit import compute_frozen_features
+from opal_deploy.train.head_fit import compute_frozen_features, find_background
 from opal_deploy.train.images import Batches, TrainImages, normalize
-from opal_deploy.train.losses import Objective, Terms, find_logit_scale, measure_kept_off
+from opal_deploy.train.losses import HeadTerms, Objective, Terms, find_logit_scale, measure_kept_off
 from opal_deploy.train.machine import start_fabric
 from opal_deploy.train.network import build_network, settle_stride
 from tests.train.fitting import fit, write_regions
@@ -107,6 +107,25 @@ def test_features_that_do_not_fit_into_memory_are_of_a_part_of_the_images(square
             network, batches, fabric, memory=room * view_bytes, foreground=False, progress=no_progress
         )
         assert (len(frozen.features), len(frozen.labels)) == (images, images)
+
+
+def test_the_object_is_the_quarter_of_the_cells_with_the_largest_features():
+    coordinates = torch.ones(1, 2, 4, 4)
+    coordinates[:, :, 1:3, 1:3] = 3
+    # larger still, but on the background's side
+    coordinates[:, 0, 0] = -5
+    background = find_background(coordinates)[0]
+    assert not background[1:3, 1:3].any()
+    assert background.sum() == 12
+
+
+def test_scores_are_means_over_the_strongest_cells_while_the_head_is_fitted():
+    torch.manual_seed(0)
+    head, features = OpalHead(3, 2, HeadConfig(prototypes_per_class=2)), torch.randn(4, 3, 14, 14)
+    cells = head.attend(head.project(features)).flatten(2).sort(dim=2, descending=True).values
+    for fitting, number in ((False, 1), (True, 4)):
+        terms = HeadTerms(head, fitting=fitting)(features, torch.tensor([0, 1, 1, 0]), None)
+        torch.testing.assert_close(terms.logits, head.classify(cells[..., :number].mean(2)))
 
 
 @pytest.mark.slow
