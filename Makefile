@@ -45,7 +45,7 @@ ORT_WEB_INSTALLED := $(ORT_WEB)/.installed
 help:
 	@echo "make demo      train, export and explain a small model on generated images (three minutes of one core)"
 	@echo "make quick-model  train the model of \`demo --quick\` again"
-	@echo "make test      the tests (about 9 minutes on 2 cores)"
+	@echo "make test      the tests (about 7 minutes on 2 cores)"
 	@echo "make triton-venv  tritonserver for the tests that start one (Linux on x86_64; 60 MB)"
 	@echo "make gpu-stubs-venv  onnxruntime-gpu for the tests over stub CUDA libraries (Linux on x86_64; 450 MB)"
 	@echo "make ort-web   ONNX Runtime Web, axe and pyright by npm, for tests (200 MB)"
