@@ -62,16 +62,15 @@ class Reference:
         )
 
 
-def find_top2_margin(cells: NDArray[Any], *, signed: bool = False) -> FloatArray:
-    """Return (best - second) / |best| over the cells of maps [N, K, H * W]: float32 [N, K]; infinite for one cell.
+def find_top2_margin(cells: NDArray[Any]) -> FloatArray:
+    """Return (best - second) / largest |cell| of maps [N, K, H * W]: float32 [N, K]; infinite for one cell.
 
-    With `signed` the divisor is the largest |cell|, since sums of both signs have errors of that size.
+    Of attention, the largest is the best; sums of both signs have errors of the size of the largest one.
     """
     if cells.shape[2] < 2:
         return np.full(cells.shape[:2], np.inf, np.float32)
     best = np.partition(cells, (-2, -1), axis=2)[..., -2:]  # [N, K, 2]
-    size = np.abs(cells).max(axis=2) if signed else np.abs(best[..., 1])
-    margin: NDArray[Any] = (best[..., 1] - best[..., 0]) / np.maximum(size, 1e-30)
+    margin: NDArray[Any] = (best[..., 1] - best[..., 0]) / np.maximum(np.abs(cells).max(axis=2), 1e-30)
     return margin.astype(np.float32)
 
 

@@ -85,8 +85,7 @@ def reference_runner(model: onnx.ModelProto, session: OnnxSession) -> Callable[[
         outputs, margin = session.run(pixels), None
         if runner is not None:
             (cells,) = runner.run(None, {"images": prepare_input(pixels, session.metadata)})
-            signed = session.metadata.head_kind == "additive"
-            margin = find_top2_margin(cells.reshape(*cells.shape[:2], -1), signed=signed)
+            margin = find_top2_margin(cells.reshape(*cells.shape[:2], -1))
         return Reference(pixels, outputs, margin)
 
     return run

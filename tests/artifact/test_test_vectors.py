@@ -32,9 +32,9 @@ def _assert_equal(one, other):
     assert parts(one) == parts(other)
 
 
-def test_a_lead_is_relative_to_the_best_cell():
+def test_a_lead_is_relative_to_the_largest_cell():
     cells = np.array([[[0.25, 0.5, 0.375], [-4.0, -2.0, -3.0], [1.0, 1.0, 0.0]]], np.float32)
-    assert find_top2_margin(cells).tolist() == [[0.25, 0.5, 0.0]]
+    assert find_top2_margin(cells).tolist() == [[0.25, 0.25, 0.0]]
     assert np.isinf(find_top2_margin(cells[..., :1])).all()
 
 
