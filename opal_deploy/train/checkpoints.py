@@ -198,7 +198,9 @@ class RunWriter:
         machine.set_tf32(self.run.options.tf32)
         if evidence["baseline"] is not None:
             evidence["baseline"] = replace(evidence["baseline"], split="held-out")
-        self.measured = replace(held_out, calibration=replace(held_out.calibration, split="held-out"), **evidence)
+        calibration = replace(held_out.calibration, split="held-out")
+        # test images are answered again, by the weights that are kept
+        self.measured = replace(held_out, test=None, without_copies=None, calibration=calibration, **evidence)
 
     def _measure_test(self, test: Batches, measured: Measurements) -> Measurements:
         """Return the measurements with those on the test split."""

@@ -15,10 +15,11 @@ from opal_deploy.errors import UsageError
 from opal_deploy.logs import no_progress
 from opal_deploy.model import checkpoint
 from opal_deploy.train.head_fit import Basis
+from opal_deploy.train.images import Batches, TrainImages
 from opal_deploy.train.machine import start_fabric
 from opal_deploy.train.out_of_fold import OutOfFold, assign_folds, find_doubtful, group_copies, write_answers
 from tests.builders import SMALL_BACKBONE
-from tests.train.fitting import fit, small
+from tests.train.fitting import evaluate, fit, small
 
 
 def read_answers(result):
@@ -30,7 +31,6 @@ def read_answers(result):
 @pytest.fixture(scope="module")
 def all_images(squares):
     """The squares with the validation images among the training images."""
-    assert squares.whole is not None
     return squares.whole
 
 
@@ -98,8 +98,7 @@ def test_fine_tuning_that_gains_ends_on_all_images_and_keeps_the_figures_of_thos
     with pytest.raises(KeyboardInterrupt):
         fit(squares, options, tmp_path, log=interrupt)
     held_out = checkpoint.load(tmp_path / "best.pt")
-    assert held_out.training["data"]["val"] == 6
-    assert not (tmp_path / "summary.json").exists()
+    assert (held_out.training["data"]["val"], (tmp_path / "summary.json").exists()) == (6, False)
     resumed = fit(squares, options, tmp_path, resume=True)
     once = fit(squares, options, tmp_path / "once")
     models = [checkpoint.load(result.best) for result in (resumed, once)]
@@ -108,6 +107,8 @@ def test_fine_tuning_that_gains_ends_on_all_images_and_keeps_the_figures_of_thos
     assert not torch.equal(weights["head.projection.weight"], before["head.projection.weight"])
     assert (models[1].training["data"]["train"], models[1].training["data"]["val"]) == (30, 0)
     assert models[1].metrics["val_accuracy"] == held_out.metrics["val_accuracy"]
+    test = evaluate(models[1].network, Batches(TrainImages(squares.test, (64, 64)), 64))
+    assert models[1].metrics["test_loss"] == pytest.approx(test.loss, abs=1e-6)
     assert (models[1].calibration.split, models[1].baseline.split) == ("held-out", "held-out")
 
 
