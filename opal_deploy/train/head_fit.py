@@ -229,7 +229,7 @@ def fit_head(
     rows `among` the features, int64, or to all.
     """
     head.train()
-    model = HeadTerms(head, fitting=True).to(fabric.device)
+    model = HeadTerms(head, fitting=True, apart=objective.apart > 0).to(fabric.device)
     rows = torch.arange(len(frozen.labels)) if among is None else among
     steps = max(steps, round(frozen.batches * len(rows) / len(frozen.labels)) * LEAST_PASSES)
     parameters = [weight for weight in head.parameters() if weight.requires_grad]

@@ -125,11 +125,12 @@ class HeadTerms(nn.Module):
 
     channel_table: Tensor
 
-    def __init__(self, head: OpalHead, *, fitting: bool = False) -> None:
-        """Wrap a head; `fitting`: while it is fitted to the frozen network."""
+    def __init__(self, head: OpalHead, *, fitting: bool = False, apart: bool = False) -> None:
+        """Wrap a head; `fitting`: while it is fitted to the frozen network, with `apart` also with slots kept apart."""
         super().__init__()
         # without single cells as evidence nothing can be kept apart
         self.head, self.fitting = head, fitting and head.config.evidence == "exact"
+        self.apart = self.fitting and apart
         table = head.config.class_map(head.num_classes).channel_table
         self.register_buffer("channel_table", torch.from_numpy(table), persistent=False)
 
@@ -144,6 +145,7 @@ class HeadTerms(nn.Module):
         if self.fitting:
             cells = attention.flatten(2)
             scores = cells.topk(max(round(_STRONGEST * cells.shape[2]), 1), dim=2).values.mean(2)
+        if self.apart:
             apart = head.classify(scores.scatter(1, channels, keep_apart(attention, channels)))
         logits = head.classify(scores)
         if regions is None:
