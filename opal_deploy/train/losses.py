@@ -126,7 +126,7 @@ class HeadTerms(nn.Module):
     channel_table: Tensor
 
     def __init__(self, head: OpalHead, *, fitting: bool = False, apart: bool = False) -> None:
-        """Wrap a head; `fitting`: while it is fitted to the frozen network, with `apart` also with slots kept apart."""
+        """Wrap a head; `fitting`: while it is fitted to the frozen network; `apart`: with slots kept apart."""
         super().__init__()
         # without single cells as evidence nothing can be kept apart
         self.head, self.fitting = head, fitting and head.config.evidence == "exact"
