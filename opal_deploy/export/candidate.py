@@ -61,8 +61,8 @@ class ExportCandidate:
         reference_name: the reference, for people: which runtime, where, in which precision.
         test_vectors: the images and outputs to store in the file.
         calibration: images that int8's ranges are measured on; None where int8 is not made.
-        compare_in_float64: compares a graph with the network in float64; called only where the plain gate fails. None
-            where the source is not a network.
+        compare_in_float64: compares a graph with the network in float64 on images, uint8 [n, H0, W0, 3]; called only
+            where the plain gate fails. None where the source is not a network.
         baseline: the float32 graph that `model` was made from; None where `model` is that graph.
         unverified: why the reference itself was never verified, recorded in the file too; empty if it was.
     """
@@ -73,7 +73,7 @@ class ExportCandidate:
     reference_name: str
     test_vectors: Reference = field(repr=False)
     calibration: VerificationImages | None = field(default=None, repr=False)
-    compare_in_float64: Callable[[onnx.ModelProto], Float64Comparison] | None = None
+    compare_in_float64: Callable[[onnx.ModelProto, Pixels], Float64Comparison] | None = None
     baseline: onnx.ModelProto | None = field(default=None, repr=False)
     unverified: str = ""
 

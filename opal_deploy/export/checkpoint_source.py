@@ -33,7 +33,7 @@ from opal_deploy.artifact.outputs import Outputs
 from opal_deploy.errors import UsageError
 from opal_deploy.export.candidate import ExportCandidate, Float64Comparison, SampledReference
 from opal_deploy.export.graph_edit import BODY_INPUT, BODY_OUTPUT, strip_traces, with_outputs
-from opal_deploy.export.images import choose_images, run_in_batches
+from opal_deploy.export.images import Pixels, choose_images, run_in_batches
 from opal_deploy.export.options import ExportOptions
 from opal_deploy.export.portable import IR_VERSION, OPSET, make_portable
 from opal_deploy.model.checkpoint import Checkpoint, build_metadata
@@ -47,8 +47,6 @@ Array = NDArray[Any]
 # ONNX files are protobuf messages; one file without external data cannot be larger
 MAX_BYTES = (1 << 31) - 1
 _PREFIX = "traced_"
-# enough to see a fault; float64 is slow
-_FLOAT64_IMAGES = 8
 
 
 @dataclass(frozen=True)
@@ -91,12 +89,11 @@ class CheckpointSource:
         choice = choose_images(metadata, options, calibrate="int8" in precisions, model=self.path)
         sample = SampledReference(choice.verification, session.run_reference)
 
-        def compare_in_float64(candidate: onnx.ModelProto) -> Float64Comparison:
-            few = choice.verification.first(_FLOAT64_IMAGES).pixels
-            options.log(f"Comparing the graph with the network in float64 on {len(few)} images")
-            exact = session.run_float64(few)
-            in_float32 = [run_in_batches(run, few, Outputs.concatenate) for run in session.float32_runs]
-            graph_input = few if kind == "uint8" else normalise(few, metadata.mean, metadata.std)
+        def compare_in_float64(candidate: onnx.ModelProto, images: Pixels) -> Float64Comparison:
+            options.log(f"Comparing the graph with the network in float64 on {len(images)} images")
+            exact = session.run_float64(images)
+            in_float32 = [run_in_batches(run, images, Outputs.concatenate) for run in session.float32_runs]
+            graph_input = images if kind == "uint8" else normalise(images, metadata.mean, metadata.std)
             return Float64Comparison(
                 Rounding.between(exact, [run_in_float64(candidate, graph_input)], metadata),
                 Rounding.between(exact, in_float32, metadata),

@@ -111,7 +111,7 @@ def test_a_fault_is_rejected_however_noisy_the_network_and_leaves_what_was_there
     # nor does a good file of that name suffer
     out.write_bytes(b"good")
     with pytest.raises(VerificationError):
-        _write(replace(faulty, compare_in_float64=lambda model: NOISIEST), out)
+        _write(replace(faulty, compare_in_float64=lambda model, images: NOISIEST), out)
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("m.onnx", b"good")]
 
 
@@ -141,7 +141,7 @@ def test_rounding_of_a_runtime_passes_where_the_graph_is_the_network_in_float64(
 def test_a_normalised_input_is_widened_too():
     options = ExportOptions(threads=1, input="float32")
     candidate = CheckpointSource(build_checkpoint(), Path("c.pt")).build_candidate(["fp32"], options)
-    assert candidate.compare_in_float64(candidate.model).graph.cosine < 1e-6
+    assert candidate.compare_in_float64(candidate.model, candidate.sample.first(8)[0].pixels).graph.cosine < 1e-6
 
 
 def test_a_fault_in_one_layer_shows_in_float64_behind_any_rounding(candidate, tmp_path):
