@@ -75,6 +75,11 @@ class LabelledOutputs(NamedTuple):
             margins = find_margins(class_map.totals(class_map.take(values, best), best))
         return LabelledOutputs(outputs.logits, labels, collapse, margins)
 
+    @property
+    def right(self) -> NDArray[np.bool_]:
+        """Whether each image is answered right, bool [n]."""
+        return np.asarray(self.logits.argmax(axis=1) == self.labels)
+
     def compute_metrics(self, scale: float = 1.0) -> Evaluation:
         """Return the metrics over all images, the loss of logits times `scale`."""
         return compute_metrics(np.float32(scale) * self.logits, self.labels, self.collapse, self.margins)
@@ -209,7 +214,7 @@ class RunWriter:
         outputs, others = predict(self.network, test, run.fabric, progress=run.progress), None
         machine.set_tf32(run.options.tf32)
         if (copied := self.loaders.copied) is not None and 0 < copied.sum() < len(copied):
-            right = (outputs.logits.argmax(axis=1) == outputs.labels)[~copied]
+            right = outputs.right[~copied]
             others = WithoutCopies(len(right), float(right.mean()))
         classes = count_by_class(outputs.logits, outputs.labels, run.data.class_names)
         return replace(measured, test=outputs.compute_metrics(), without_copies=others, classes=classes)

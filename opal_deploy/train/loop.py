@@ -3,8 +3,9 @@
 The paper's protocol (Sec. 4.1, Supp. B.2): Adam at a fixed learning rate of 1e-4, batches of 64, cross-entropy on the
 logits, 30 epochs, the weights of the epoch with the lowest validation cross-entropy. Recipes may let the rate fall
 (`learning_rate`). With `head_steps` the head is fitted to the frozen backbone first, at a rate of its own (`head_fit`):
-that network is epoch 0, a candidate like those after it (`is_best`). Out-of-distribution images (`background`) enter no
-loss: the OOD score is measured against them.
+that network is epoch 0, a candidate like those after it (`is_best`). The head of the best epoch is fitted once more to
+its backbone (`refit_head`). Out-of-distribution images (`background`) enter no loss: the OOD score is measured against
+them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from opal_deploy.artifact.files import lock_directory
 from opal_deploy.datasets.checks import read_background
 from opal_deploy.datasets.samples import DataSet, Sample
 from opal_deploy.errors import StoppedEarly, UsageError
-from opal_deploy.evaluation.metrics import Evaluation
+from opal_deploy.evaluation.metrics import Evaluation, mean_with_interval
 from opal_deploy.evaluation.record import pool_features
 from opal_deploy.evaluation.session import choose_samples
 from opal_deploy.logs import WarningLine, as_progress, no_progress
@@ -178,10 +179,11 @@ def _train(run: Run, run_dir: TrainRunDirectory, last: dict[str, Any] | None, *,
         elif fitted is not None:
             epochs = finish_head_fit(trained, fitted, time.perf_counter() - began, state, writer)
         train_epochs(trained, state, writer, epochs)
+        fits_again = run.fits_again and refit_head(trained, state, writer)
         # slots that fine-tuning did not improve are fitted to all images by `fit`
         if run.ends_on_all and state.best is not None and (state.best[0] or options.head == "plain"):
             measured = writer.write_best(state, is_last=False)
-            writer = train_on_all(writer, measured, state, epochs)
+            writer = train_on_all(writer, measured, state, epochs, fits_again=fits_again)
         return writer.finish(state)
 
 
@@ -199,13 +201,14 @@ def start_training(run: Run, network: OpalNetwork) -> Trained:
 
 
 def fit_frozen(
-    run: Run, network: OpalNetwork, loaders: Loaders, background: list[Sample], *, measures: bool = True
-) -> Fitted:
+    run: Run, network: OpalNetwork, loaders: Loaders, background: list[Sample], *,
+    measures: bool = True, again: bool = False,
+) -> Fitted:  # fmt: skip
     """Fit the head to the frozen backbone on the training images; without validation images, answer out of fold.
 
-    Without `measures` the head is fitted, and nothing else is computed or logged.
-    Slots of classes that the start has too begin where they are there; those of the folds do not, since they were
-    fitted to images that a fold must not know.
+    Without `measures` the head is fitted, and nothing else is computed or logged. Slots of classes that the start has
+    too begin where they are there; those of the folds do not, since they were fitted to images that a fold must not
+    know. `again`, after fine-tuning, all slots begin where they are, and may meet.
     """
     fabric, options, head = run.fabric, run.options, network.head
     # as many workers as in fine-tuning: with none, a GPU waits for the augmentation
@@ -226,9 +229,14 @@ def fit_frozen(
         run.log(out_of_fold.compare_plainly(run, network, frozen))
     if frozen.basis is not None:
         head = out_of_fold.new_head(network, frozen, options.seed)
-        if run.start is not None:
-            frozen.basis.copy_slots(network.head, find_kept_slots(run.data.class_names, run.start)[0], head)
+        kept = None if run.start is None else find_kept_slots(run.data.class_names, run.start)[0]
+        kept = torch.arange(head.num_prototypes) if again else kept
+        if kept is not None:
+            frozen.basis.copy_slots(network.head, kept, head)
     objective = make_objective(options, run.data, head, fitting=True)
+    if again:
+        # fine-tuned slots have found different parts
+        objective = replace(objective, apart=0.0)
     fit_of_head = head_fit.fit_head(head, frozen, objective, fabric, steps=options.head_steps, progress=run.progress)
     if fabric.world_size == 1 and measures:
         training = out_of_fold.answer_images_in_memory(run, network, head, frozen, known)
@@ -295,6 +303,32 @@ def train_epochs(trained: Trained, state: TrainState, writer: RunWriter, epochs:
                 scalars.add_scalar(name, value, epoch)
 
 
+def refit_head(trained: Trained, state: TrainState, writer: RunWriter) -> bool:
+    """Fit the head of the best epoch again, to its frozen backbone; return whether it is kept.
+
+    Fine-tuned features tell parts from their surroundings better than those that the head was first fitted to, and the
+    loss of fine-tuning knows no background. The head is kept unless the validation images show that it costs accuracy.
+    """
+    run, network = writer.run, trained.network
+    if state.best is None or state.best_weights is None or not state.best[0]:
+        return False
+    epoch, _ = state.best
+    network.load_state_dict(state.best_weights)
+    before, _ = validate(run, trained, writer.loaders, epoch=epoch)
+    fit_frozen(run, network, writer.loaders, [], measures=False, again=True)
+    after, val = validate(run, trained, writer.loaders, epoch=epoch)
+    gain = mean_with_interval(after.right.astype(float) - before.right)
+    kept = gain.high >= 0
+    points = f"{100 * gain.mean:+.1f} points, 95 %: {100 * gain.low:+.1f} to {100 * gain.high:+.1f}"
+    verdict = "" if kept else "; not kept"
+    run.log(
+        f"head fitted again to the network of epoch {epoch}: validation accuracy {val.accuracy:.1%} ({points}){verdict}"
+    )
+    if kept:
+        state.best, state.best_weights, writer.measured = (epoch, val), checkpoints.copy_weights(network), None
+    return kept
+
+
 def learning_rate(options: TrainOptions, progress: float) -> float:
     """Return the learning rate after a share `progress` of all steps, 0 ... 1."""
     if options.schedule == "constant":
@@ -304,8 +338,12 @@ def learning_rate(options: TrainOptions, progress: float) -> float:
     return options.lr * warm_up * (1 + math.cos(math.pi * progress)) / 2
 
 
-def train_on_all(held_out: RunWriter, measured: Measurements, state: TrainState, epochs: int) -> RunWriter:
+def train_on_all(
+    held_out: RunWriter, measured: Measurements, state: TrainState, epochs: int, *, fits_again: bool
+) -> RunWriter:
     """Train anew on the validation images too, for as many of `epochs` as were best; return the writer of the result.
+
+    The head is then fitted once more with `fits_again`.
 
     The state's best weights become these. Metrics, calibration and thresholds stay those `measured` on the network that
     had not seen the validation images, which is kept where the loss does not stay finite.
@@ -322,6 +360,8 @@ def train_on_all(held_out: RunWriter, measured: Measurements, state: TrainState,
     try:
         for epoch in range(1, best + 1):
             train_epoch(run, trained, loaders, epoch, epochs)
+        if fits_again:
+            fit_frozen(run, network, loaders, [], measures=False, again=True)
     except DivergenceError as error:
         run.log(WarningLine(f"warning: {error}; best.pt stays as it was"))
         return held_out

@@ -33,7 +33,7 @@ from opal_deploy.model.head import OpalHead
 from opal_deploy.model.network import OpalNetwork
 from opal_deploy.train.head_fit import BATCH, DIRECTIONS, LEAST_PASSES, VIEWS
 from opal_deploy.train.images import TrainImages, normalize
-from opal_deploy.train.options import TrainOptions
+from opal_deploy.train.options import MAX_FROZEN, TrainOptions
 
 # a training step costs about three forward passes
 PASSES = 3
@@ -64,6 +64,17 @@ class Run:
         """Whether training is repeated on all images, those that were set aside to validate too."""
         whole = self.data.whole
         return whole is not None and self.options.trains_on_all(len(whole.train), new_classes=self.new_classes)
+
+    @property
+    def fits_again(self) -> bool:
+        """Whether one process fits the head again after fine-tuning: few images are worth the time.
+
+        In networks trained from random weights, the largest features may not be of the object.
+        """
+        options = self.options
+        keeps_off = options.foreground > 0 and options.head_steps > 0 and options.head_config.evidence == "exact"
+        few = self.fabric.world_size == 1 and len(self.data.train) <= MAX_FROZEN
+        return few and keeps_off and not options.adversarial
 
     def identify(self) -> dict[str, Any]:
         """Return what a run must have in common with the one that it goes on with."""

@@ -55,7 +55,7 @@ _REGION_WEIGHT = 10.0
 _PLANS = ((1_000, 16, 24), (10_000, 32, 2), (math.inf, 64, 2))
 # up to so many training images a fitted head is not fine-tuned by default: the images set aside to judge that cost as
 # much as it gains; with 2,400 images of 100 species two epochs gain two points
-_MAX_FROZEN = 1_000
+MAX_FROZEN = 1_000
 # options by the group of `--help` that lists them
 _data, _tuning, _advanced = (partial(Option, panel=panel) for panel in ("Data", "Optimisation", "Advanced"))
 
@@ -211,7 +211,7 @@ class TrainOptions(Options):
         """
         batch_size, epochs = next((size, count) for limit, size, count in _PLANS if num_images <= limit)
         tunes = self.head != "opal" or self.adversarial or self.minutes is not None
-        if self.fits_head(new_classes=new_classes) and num_images <= _MAX_FROZEN and not tunes:
+        if self.fits_head(new_classes=new_classes) and num_images <= MAX_FROZEN and not tunes:
             epochs = 0
         epochs = epochs if self.epochs is None else self.epochs
         return replace(self, batch_size=self.batch_size or batch_size, epochs=epochs)
@@ -225,7 +225,7 @@ class TrainOptions(Options):
     def trains_on_all(self, num_images: int, *, new_classes: bool = False) -> bool:
         """Return whether one process, which set images aside, trains on all of them in the end: few are worth it."""
         able = os.environ.get("WORLD_SIZE", "1") == "1" and self.minutes is None
-        return able and self.fits_head(new_classes=new_classes) and num_images <= _MAX_FROZEN
+        return able and self.fits_head(new_classes=new_classes) and num_images <= MAX_FROZEN
 
     def fits_head(self, *, new_classes: bool) -> bool:
         """Return whether a head is fitted first; one that another run has trained is not, but for other classes."""

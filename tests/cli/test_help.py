@@ -14,7 +14,6 @@ from tests.cli.calls import MAIN, call_without, check, one_line
 
 HEAVY = ("torch", "torchvision", "onnx", "onnxruntime", "onnxscript", "sklearn", "matplotlib", "safetensors")
 
-
 ROOT_COMMAND = get_command(app)
 # every command by the words that call it
 CALLS = {

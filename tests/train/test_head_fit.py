@@ -9,10 +9,12 @@ import torch
 from torch.nn import functional
 
 from opal_deploy.artifact.documents import Distance
+from opal_deploy.evaluation.metrics import Mean
 from opal_deploy.logs import no_progress
 from opal_deploy.model import checkpoint
 from opal_deploy.model.config import LINEAR_BASELINE, HeadConfig
 from opal_deploy.model.head import OpalHead
+from opal_deploy.train import loop
 from opal_deploy.train.checkpoints import RunWriter
 from opal_deploy.train.head_fit import compute_frozen_features, find_background
 from opal_deploy.train.images import Batches, TrainImages, normalize
@@ -70,6 +72,19 @@ def test_fine_tuning_that_helps_nothing_leaves_the_frozen_network(squares, fitte
     result = fit(squares, useless, tmp_path / "all", log=lines.append)
     assert (result.best_epoch, result.val.images, result.config["data"]["train"]) == (0, 30, 30)
     assert any("gained nothing" in line for line in lines)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_head_is_fitted_again_to_the_fine_tuned_network(kept, squares, fitted_options, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "is_best", lambda *arguments: True)
+    monkeypatch.setattr(loop, "mean_with_interval", lambda gains: Mean(0.0, -1.0, 0.0 if kept else -0.1, len(gains)))
+    lines, options = [], replace(fitted_options, epochs=1, foreground=1.0)
+    result = fit(replace(squares, whole=None), options, tmp_path / "run", log=lines.append)
+    best, last = (checkpoint.load(path).network.state_dict() for path in (result.best, result.last))
+    assert {name.partition(".")[0] for name in best if (best[name] != last[name]).any()} == (
+        {"head"} if kept else set()
+    )
+    assert [line.endswith("not kept") for line in lines if line.startswith("head fitted again")] == [not kept]
 
 
 def test_a_run_that_ends_after_the_fit_goes_on_bit_by_bit(squares, fitted_options, tmp_path, monkeypatch):
