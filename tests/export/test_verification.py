@@ -138,6 +138,22 @@ def test_rounding_of_a_runtime_passes_where_the_graph_is_the_network_in_float64(
     assert 1e-6 < done["gate"]["cosine"] <= WIDEST.cosine
 
 
+def test_the_second_look_takes_the_image_that_is_furthest_off(candidate, tmp_path):
+    furthest, looked_at = candidate.sample.first(64)[0].pixels[-1], []
+
+    def run(pixels):
+        reference = candidate.sample.run(pixels)
+        reference.outputs.scores[(pixels == furthest).all(axis=(1, 2, 3)), ::2] *= 1 + 2e-5
+        return reference
+
+    sample = SampledReference(candidate.sample.pool, run)
+    compared = replace(
+        candidate, sample=sample, compare_in_float64=lambda _, images: looked_at.extend(images) or NOISIEST
+    )
+    _write(compared, tmp_path / "m.onnx")
+    assert [np.array_equal(image, furthest) for image in looked_at] == [True] + 7 * [False]
+
+
 def test_a_normalised_input_is_widened_too():
     options = ExportOptions(threads=1, input="float32")
     candidate = CheckpointSource(build_checkpoint(), Path("c.pt")).build_candidate(["fp32"], options)
