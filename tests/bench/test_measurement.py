@@ -9,13 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from opal_deploy.bench.measurement import (
-    Figure,
-    Measurement,
-    Target,
-    append_measurement,
-    format_command_line,
-)
+from opal_deploy.bench.measurement import Figure, Measurement, Target, append_measurement, format_command_line
 from opal_deploy.errors import UsageError
 
 RATE = Figure(39.7, "images/s", "higher", (39.1, 39.7, 40.2))

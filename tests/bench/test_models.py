@@ -36,11 +36,7 @@ def images():
     return example_images(3, 96, 96)
 
 
-@pytest.mark.parametrize(
-    ("setup", "tolerance"),
-    [(EAGER, 1e-4), (CPU, 1e-5)],
-    ids=["PyTorch", "ONNX Runtime"],
-)
+@pytest.mark.parametrize(("setup", "tolerance"), [(EAGER, 1e-4), (CPU, 1e-5)], ids=["PyTorch", "ONNX Runtime"])
 def test_a_network_is_that_of_the_exported_file(network, exact_session, images, setup, tolerance):
     session = load_model(network, setup).session
     outputs, expected = session.run(images), exact_session.run(images)

@@ -48,11 +48,7 @@ def test_missing_images_are_named_with_all_else(tmp_path):
     shutil.copy(images / "001.Auk" / "1.png", images / "001.Auk" / "2.png")
     with pytest.raises(UsageError) as caught:
         read_dataset(tmp_path)
-    for part in (
-        f"2 listed images missing: images/{AUK}",
-        "images/002.Jay/0.png (",
-        "1.png = images/001.Auk/2.png",
-    ):
+    for part in (f"2 listed images missing: images/{AUK}", "images/002.Jay/0.png (", "1.png = images/001.Auk/2.png"):
         assert part in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -57,8 +57,7 @@ def test_a_box_is_truncated_to_whole_pixels_and_cut_to_the_picture(box, crop):
 
 
 @pytest.mark.parametrize(
-    "box",
-    [(20, 10, 10, 20), (10.1, 10, 10.9, 20), (100, 0, 120, 50), (math.nan, 0, 10, 10), (0, 0, math.inf, 10)],
+    "box", [(20, 10, 10, 20), (10.1, 10, 10.9, 20), (100, 0, 120, 50), (math.nan, 0, 10, 10), (0, 0, math.inf, 10)]
 )
 def test_a_box_without_a_pixel_of_the_picture_is_the_images_error(box):
     with pytest.raises(ImageError) as caught:

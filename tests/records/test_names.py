@@ -64,11 +64,7 @@ def names_file(tmp_path, text):
 
 
 def test_names_are_read_by_class_and_slot(tmp_path):
-    names = read_slot_names(
-        names_file(tmp_path, '[oak]\n0 = "leaf"\n2 = " bark "\n["ash"]\n1 = "bud"\n'),
-        CLASSES,
-        MAP,
-    )
+    names = read_slot_names(names_file(tmp_path, '[oak]\n0 = "leaf"\n2 = " bark "\n["ash"]\n1 = "bud"\n'), CLASSES, MAP)
     assert names == {(2, 0): "leaf", (2, 2): "bark", (0, 1): "bud"}
 
 

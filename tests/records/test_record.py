@@ -70,10 +70,7 @@ def test_a_calibrated_model_gives_each_listed_class_its_probability_among_all():
         top = tuple(structs.replace(answer, calibrated_probability=None) for answer in record.top)
         assert structs.replace(record, top=top, prediction=top[0]) == without
     # the best classes alone do not say what the others' logits are
-    best = Outputs(
-        np.empty((N, 0), np.float32),
-        top=select_top(Outputs(logits, argmax, scores), METADATA.class_map, 4),
-    )
+    best = Outputs(np.empty((N, 0), np.float32), top=select_top(Outputs(logits, argmax, scores), METADATA.class_map, 4))
     assert build_records(images, best, calibrated, top=4) == build_records(images, best, METADATA, top=4)
 
 

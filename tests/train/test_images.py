@@ -19,12 +19,7 @@ from opal_deploy.evaluation.session import load_pixels
 from opal_deploy.logs import no_progress
 from opal_deploy.preprocess.resize import normalise
 from opal_deploy.synthetic import draw_example
-from opal_deploy.train.augmentation import (
-    PaperAugmentation,
-    apply_photometric,
-    sample_geometric,
-    sample_resized_crop,
-)
+from opal_deploy.train.augmentation import PaperAugmentation, apply_photometric, sample_geometric, sample_resized_crop
 from opal_deploy.train.images import WHOLE, Batches, TrainImages, normalize, read_images
 
 

@@ -100,8 +100,7 @@ def test_encoded_overlays_are_jpegs_that_keep_the_lines_colours(make_record):
 
 
 @pytest.mark.parametrize(
-    ("distance", "meaning"),
-    [("l2", COSINE), ("l1", DISTANCE), ("l3", DISTANCE), ("kl", DISTANCE), ("linf", SCORE)],
+    ("distance", "meaning"), [("l2", COSINE), ("l1", DISTANCE), ("l3", DISTANCE), ("kl", DISTANCE), ("linf", SCORE)]
 )
 def test_only_contributions_that_add_up_to_the_cosine_are_called_a_part_of_it(make_record, distance, meaning):
     record = make_record((100, 100), scores=[0.9, 0.3, 0.6], distance=distance)

@@ -241,10 +241,7 @@ def test_without_scripts_the_page_says_so_and_keeps_its_tables(open_page, report
 @pytest.mark.parametrize("width", [360, 1280])
 def test_axe_finds_nothing(open_page, report, scheme, width):
     page = open_page(report, width=width, bypass_csp=True, color_scheme=scheme)
-    steps = {
-        "grid": lambda: page.evaluate(OPEN_DETAILS),
-        "sheet": lambda: page.locator("h3 a").first.click(),
-    }
+    steps = {"grid": lambda: page.evaluate(OPEN_DETAILS), "sheet": lambda: page.locator("h3 a").first.click()}
     for state, step in steps.items():
         step()
         assert find_violations(page) == [], state
